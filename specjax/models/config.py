@@ -1,0 +1,99 @@
+"""What a decoder-only transformer is, as data: one frozen, hashable record that every reader fills in.
+
+The family covers llama, qwen2, qwen3 and gpt2 by configuration. Parameters carry one set of names whatever file they
+came from; `parameter_shapes` lists them, and a checkpoint reader is a map from its own names to these.
+
+This module knows no file format and runs no model.
+"""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """Stretches the rotary wavelengths beyond the context a model was trained on.
+
+  `kind="linear"` divides every frequency by `factor`. `kind="llama3"` keeps the frequencies whose wavelength is under
+  `original_context / high_freq_factor`, divides those above `original_context / low_freq_factor` by `factor`, and
+  interpolates between (Llama 3.1, section "long context"). `kind="factors"` divides frequency i by `factors[i]`, the
+  form in which GGUF stores the llama-3 rule.
+  """
+
+  kind: Literal["linear", "llama3", "factors"]
+  factor: float = 1.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_context: int = 8192
+  factors: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """Shape and variant of a decoder.
+
+  `architecture` is a label for messages; the model's mathematics is decided by the other fields alone.
+  """
+
+  architecture: str
+  vocab_size: int
+  context_length: int
+  num_layers: int
+  d_model: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  d_ff: int
+  norm: Literal["rms", "layer"] = "rms"
+  norm_eps: float = 1e-5
+  mlp: Literal["swiglu", "gelu"] = "swiglu"  # gelu: the tanh approximation, as gpt2 uses
+  position: Literal["rope", "learned"] = "rope"
+  rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
+  qkv_bias: bool = False
+  output_bias: bool = False  # bias of the attention output projection
+  mlp_bias: bool = False
+  qk_norm: bool = False  # RMS norm of every query and key head, before the rotation
+  tied_head: bool = True
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.")
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+  """Canonical parameter name -> shape. Every matrix is (out, in), as checkpoints store it.
+
+  Rotary heads are in the half-split order (dimension i is rotated with i + head_dim/2), as in Hugging Face files.
+  """
+  c = config
+  heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+  def norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    bias = {f"{name}.bias": (width,)} if c.norm == "layer" else {}
+    return {f"{name}.scale": (width,)} | bias
+
+  def linear(name: str, out: int, width: int, use_bias: bool) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (out, width)} | ({f"{name}.bias": (out,)} if use_bias else {})
+
+  shapes: dict[str, tuple[int, ...]] = {"embed.weight": (c.vocab_size, c.d_model)}
+  if c.position == "learned":
+    shapes["positions.weight"] = (c.context_length, c.d_model)
+  for i in range(c.num_layers):
+    layer = norm("attn_norm", c.d_model)
+    layer |= linear("q", heads, c.d_model, c.qkv_bias)
+    layer |= linear("k", kv_heads, c.d_model, c.qkv_bias)
+    layer |= linear("v", kv_heads, c.d_model, c.qkv_bias)
+    layer |= linear("o", c.d_model, heads, c.output_bias)
+    if c.qk_norm:
+      layer |= {"q_norm.scale": (c.head_dim,), "k_norm.scale": (c.head_dim,)}
+    layer |= norm("mlp_norm", c.d_model)
+    if c.mlp == "swiglu":
+      layer |= linear("gate", c.d_ff, c.d_model, c.mlp_bias)
+    layer |= linear("up", c.d_ff, c.d_model, c.mlp_bias)
+    layer |= linear("down", c.d_model, c.d_ff, c.mlp_bias)
+    shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+  shapes |= norm("norm", c.d_model)
+  if not c.tied_head:
+    shapes["head.weight"] = (c.vocab_size, c.d_model)
+  return shapes
