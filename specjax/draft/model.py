@@ -1,0 +1,63 @@
+"""Drafts with a smaller language model, sampled under the same warp as the target."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specjax import warp
+from specjax.draft.base import Context, DraftState, Proposal
+from specjax.language_model import LanguageModel, prefill, run, take_window
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+  """Draws gamma tokens one after the other from `model`; its state is the model's cache.
+
+  The vocabulary may be padded differently from the target's: ids the target lacks get no mass, ids the model lacks are
+  never drafted.
+  """
+
+  model: LanguageModel
+
+  def init(self, batch: int, max_length: int) -> DraftState:
+    return self.model.init_cache(self.model.params, batch, max_length)
+
+  def prefill(self, state: DraftState, tokens: Array, lengths: Array, chunk: int) -> DraftState:
+    return prefill(self.model, state, tokens, lengths, chunk)
+
+  def propose(self, state: DraftState, context: Context, num_draft_tokens: int) -> Proposal:
+    # After full acceptance the model has not seen its own last draft, so the first pass feeds the last two tokens; a
+    # second feeding of a token rewrites what the cache holds. A row of length 1 feeds its only token and garbage behind.
+    start = jnp.maximum(context.length - 2, 0)
+    logits, cache = run(self.model, take_window(context.tokens, start, 2), state, start)
+    last = context.length - 1 - start
+    logits = jnp.where(last[:, None] == 0, logits[:, 0], logits[:, 1])
+
+    def draw(logits: Array, index: Array) -> tuple[Array, Array]:
+      log_q = warp.log_probs(self._fit(logits, context.vocab_size), context.warp)
+      key = jax.vmap(jax.random.fold_in, (0, None))(context.key, index)
+      return jax.vmap(warp.categorical)(key, log_q), log_q
+
+    def extend(carry, index: Array):
+      tokens, cache = carry
+      logits, cache = run(self.model, tokens[:, None], cache, context.length + index - 1)
+      tokens, log_q = draw(logits[:, 0], index)
+      return (tokens, cache), (tokens, log_q)
+
+    first, first_log_q = draw(logits, jnp.int32(0))
+    (_, cache), (rest, rest_log_q) = lax.scan(extend, (first, cache), jnp.arange(1, num_draft_tokens))
+    return Proposal(
+      tokens=jnp.concatenate([first[:, None], rest.T], axis=1),
+      log_q=jnp.concatenate([first_log_q[:, None], jnp.moveaxis(rest_log_q, 0, 1)], axis=1),
+      num_drafted=jnp.full_like(context.length, num_draft_tokens),
+      state=cache,
+    )
+
+  @staticmethod
+  def _fit(logits: Array, vocab_size: int) -> Array:
+    """Cuts or pads logits[B, V_draft] to the target's vocabulary."""
+    logits = logits[:, :vocab_size]
+    return jnp.pad(logits, ((0, 0), (0, vocab_size - logits.shape[1])), constant_values=-jnp.inf)

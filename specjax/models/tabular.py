@@ -1,0 +1,96 @@
+"""Tiny languages with an exact law: to test a sampler, a rule or a drafter by enumeration.
+
+The next token depends on the last `order` tokens and on the position, and the model reads the tokens from its cache: a
+stale, shifted or missing cache row changes the law, so a chi-square over whole generations sees it.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from specjax.language_model import LanguageModel
+from specjax.warp import DEFAULT_WARP, Warp, log_probs
+
+PERIOD = 3  # the law repeats over positions with this period
+
+
+def tabular(key: Array, vocab_size: int, *, order: int = 2, spread: float = 1.5) -> LanguageModel:
+  """A random language over `vocab_size` tokens: logits normal with standard deviation `spread`, one table row for each
+  (position mod 3, last `order` tokens); positions before the first token count as a token of their own.
+  """
+  table = spread * jax.random.normal(key, (PERIOD, *[vocab_size + 1] * order, vocab_size))
+  return from_table(table)
+
+
+def from_table(table: Array) -> LanguageModel:
+  """The language with logits float32[period, V+1, ..., V+1, V]: (position mod period, tokens oldest first, next token).
+
+  Token id V stands for "before the text". -inf forbids a token.
+  """
+  return LanguageModel(
+    params=jnp.asarray(table, jnp.float32),
+    apply=_apply,
+    init_cache=_init_cache,
+    vocab_size=table.shape[-1],
+  )
+
+
+def _init_cache(params: Array, batch: int, max_length: int) -> Array:
+  # Filled with a real token: a read of a row that was never written is as wrong as it would be in a real cache.
+  return jnp.zeros((batch, max_length), jnp.int32)
+
+
+def _apply(params: Array, tokens: Array, cache: Array, start: Array) -> tuple[Array, Array]:
+  period, vocab_size, order = params.shape[0], params.shape[-1], params.ndim - 2
+  write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
+  cache = write(cache, tokens, start)
+  positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
+  context = [positions % period]
+  for back in range(order - 1, -1, -1):
+    seen = jnp.take_along_axis(cache, jnp.maximum(positions - back, 0), axis=1)
+    context.append(jnp.where(positions >= back, seen, vocab_size))
+  return params[tuple(context)], cache
+
+
+def sequences(vocab_size: int, length: int) -> np.ndarray:
+  """All continuations of `length` tokens, int32[V^length, length], the last token varying fastest."""
+  return np.array(list(itertools.product(range(vocab_size), repeat=length)), np.int32).reshape(-1, length)
+
+
+def law(
+  model: LanguageModel,
+  prompt: Sequence[int],
+  length: int,
+  *,
+  warp: Warp = DEFAULT_WARP,
+  stop_ids: Sequence[int] = (),
+) -> dict[tuple[int, ...], float]:
+  """The exact law of plain sampling: continuation -> probability, over all of up to `length` tokens.
+
+  A continuation ends at its first stop token. Works for any `LanguageModel`; V^length continuations are scored, in
+  float32 a step and float64 over the steps. The warp's fields are scalars.
+  """
+  ends = sequences(model.vocab_size, length)
+  tokens = jnp.concatenate([jnp.tile(jnp.asarray(prompt, jnp.int32), (len(ends), 1)), ends], axis=1)
+  log_p = np.asarray(_scores(model, tokens, warp.per_row(len(ends))), np.float64)[:, len(prompt) - 1 :]
+  probabilities: dict[tuple[int, ...], float] = {}
+  for row, steps in zip(ends, log_p, strict=True):
+    stops = np.flatnonzero(np.isin(row, list(stop_ids)))
+    used = stops[0] + 1 if stops.size else length
+    probability = float(np.exp(steps[:used].sum()))
+    if probability > 0:
+      probabilities[tuple(int(t) for t in row[:used])] = probability
+  return probabilities
+
+
+@jax.jit
+def _scores(model: LanguageModel, tokens: Array, warp: Warp) -> Array:
+  """Teacher-forced log p of tokens[:, 1:], float32[N, L-1]."""
+  cache = model.init_cache(model.params, *tokens.shape)
+  start = jnp.zeros(tokens.shape[0], jnp.int32)
+  logits, _ = model.apply(model.params, tokens, cache, start)
+  return jnp.take_along_axis(log_probs(logits, warp)[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]

@@ -1,0 +1,343 @@
+"""Speculative sampling: `init` a state, `step` it round by round, or `sample` whole generations in one program.
+
+A round drafts up to gamma tokens, scores them in one target pass, keeps a prefix and adds one token (arXiv 2211.17192).
+`num_draft_tokens=0` makes the same loop plain autoregressive sampling. Between rounds, for every row:
+
+  * `tokens[:length]` is final;
+  * the target's cache holds positions < length-1; the last token has not been fed yet;
+  * what buffers and caches hold behind that is garbage.
+
+Checks of the caller's values live in `specjax.checks`; acceptance rules, drafters and models in their own modules.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from specjax import checks, keys, verify
+from specjax.draft.base import Context, Drafter, DraftState, Proposal
+from specjax.keys import Purpose
+from specjax.language_model import Cache, LanguageModel, prefill, run
+from specjax.result import SampleResult, Stats
+from specjax.verify import Verdict, Verifier
+from specjax.warp import DEFAULT_WARP, Warp, log_probs, pick
+
+MIN_SLOTS = 128
+PREFILL_CHUNK = 64  # prompt tokens a pass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpecState:
+  """A batch of generations between two rounds. B rows, L slots, gamma = num_draft_tokens."""
+
+  # Evolving.
+  length: Array  # int32[B], prompt included
+  finished: Array  # bool[B]
+  round: Array  # int32[B], rounds this row took part in; seeds the next round's draws
+  target_cache: Cache
+  draft_state: DraftState
+  # Settings.
+  key: Array  # key[B]
+  limit: Array  # int32[B], length at which the row ends
+  warp: Warp  # fields of shape [B]
+  stop_ids: Array  # int32[E]
+  # Statistics; of emitted tokens only.
+  prompt_length: Array  # int32[B]
+  drafted: Array  # int32[B]
+  accepted: Array  # int32[B]
+  tested: Array  # int32[B, gamma], how often draft i of a round was put to the test
+  accepted_at: Array  # int32[B, gamma], how often it passed
+  overlap: Array  # float32[B], sum over tested drafts of sum_v min(p, q)
+  # Buffers. The last slot takes the writes of what is not emitted.
+  tokens: Array  # int32[B, L]
+  logprobs: Array  # float32[B, L], log p of generated tokens
+
+
+class RoundInfo(NamedTuple):
+  """What happened in one round.
+
+  tokens: int32[B, gamma+1], accepted drafts and then the next token; the first `num_emitted` were emitted.
+  num_emitted: int32[B]; 0 for a row that had finished.
+  num_drafted, num_accepted: int32[B], as the verifier saw and said.
+  log_p: float32[B, gamma+1, V], the target's laws; log_q: float32[B, gamma, V], the drafter's.
+  draft_tokens: int32[B, gamma].
+  """
+
+  tokens: Array
+  num_emitted: Array
+  num_drafted: Array
+  num_accepted: Array
+  log_p: Array
+  log_q: Array
+  draft_tokens: Array
+
+
+def init(
+  target: LanguageModel,
+  drafter: Drafter,
+  prompt_tokens: Array,
+  *,
+  key: Array,
+  prompt_lengths: Array,
+  limit: Array,
+  max_length: int,
+  num_draft_tokens: int,
+  warp: Warp,
+  stop_ids: Array,
+  prefill_chunk: int = PREFILL_CHUNK,
+) -> SpecState:
+  """Reads the prompts and returns the state before the first round.
+
+  prompt_tokens: int32[B, P], right-padded; prompt_lengths: int32[B], from 1 to P.
+  key: a single key, of which row b takes `fold_in(key, b)`, or key[B].
+  limit: int32[B], the length, prompt included, at which a row ends.
+  max_length: static; slots of the buffers, at least P and `slots(max(prompt_lengths), max(limit), ...)`.
+  stop_ids: int32[E], tokens that end a row; E may be 0.
+  prefill_chunk: static; prompt tokens a pass.
+  """
+  batch, width = prompt_tokens.shape
+  positions = jnp.arange(max_length)[None]
+  tokens = jnp.pad(prompt_tokens.astype(jnp.int32), ((0, 0), (0, max_length - width)))
+  tokens = jnp.where(positions < prompt_lengths[:, None], tokens, 0)
+
+  read = functools.partial(prefill, tokens=tokens, lengths=prompt_lengths - 1, chunk=prefill_chunk)
+  target_cache = read(target, target.init_cache(target.params, batch, max_length))
+  draft_state = ()
+  if num_draft_tokens:
+    draft_state = drafter.prefill(drafter.init(batch, max_length), tokens, prompt_lengths - 1, prefill_chunk)
+
+  count = jnp.zeros(batch, jnp.int32)
+  count_at = jnp.zeros((batch, num_draft_tokens), jnp.int32)
+  return SpecState(
+    length=prompt_lengths,
+    finished=prompt_lengths >= limit,
+    round=count,
+    target_cache=target_cache,
+    draft_state=draft_state,
+    key=keys.row_keys(key, batch),
+    limit=limit,
+    warp=warp.per_row(batch),
+    stop_ids=stop_ids,
+    prompt_length=prompt_lengths,
+    drafted=count,
+    accepted=count,
+    tested=count_at,
+    accepted_at=count_at,
+    overlap=jnp.zeros(batch, jnp.float32),
+    tokens=tokens,
+    logprobs=jnp.zeros((batch, max_length), jnp.float32),
+  )
+
+
+def step(
+  state: SpecState,
+  target: LanguageModel,
+  drafter: Drafter,
+  *,
+  num_draft_tokens: int,
+  verifier: str | Verifier = "token",
+) -> tuple[SpecState, RoundInfo]:
+  """One round of every unfinished row; finished rows stay as they are. Pure."""
+  key = keys.round_keys(state.key, state.round)
+  proposal = _draft(state, target, drafter, num_draft_tokens, key)
+  log_p, target_cache = _score(state, target, proposal)
+  verdict = _verify(verify.get(verifier), log_p, proposal, key)
+  state = dataclasses.replace(state, target_cache=target_cache, draft_state=proposal.state)
+  return _commit(state, proposal, log_p, verdict)
+
+
+def sample(
+  target: LanguageModel,
+  drafter: Drafter | None,
+  prompt_tokens: ArrayLike,
+  *,
+  key: Array,
+  prompt_lengths: ArrayLike | None = None,
+  max_new_tokens: ArrayLike = 128,
+  num_draft_tokens: int = 4,
+  warp: Warp = DEFAULT_WARP,
+  verifier: str | Verifier = "token",
+  eos_id: int | Sequence[int] | None = None,
+  max_length: int | None = None,
+  prefill_chunk: int = PREFILL_CHUNK,
+) -> SampleResult:
+  """Samples whole generations in one compiled program.
+
+  target, drafter: pytrees; `drafter` may be None where `num_draft_tokens` is 0.
+  prompt_tokens: int32[B, P], right-padded; prompt_lengths: int32[B], default P for every row.
+  key: one typed key, of which row b takes `fold_in(key, b)`, or key[B].
+  max_new_tokens: an int or int32[B]. Dynamic.
+  num_draft_tokens: gamma, static; 0 is plain autoregressive sampling by the same loop.
+  warp: the sampling law; dynamic.
+  verifier: the name of an acceptance rule, or a function that declares `lossless`.
+  eos_id: tokens that end a row (they are emitted).
+  max_length: slots of the buffers; default: what is needed, rounded up to a power of two, so that one program serves
+    every prompt length and limit in a bucket.
+  prefill_chunk: static; prompt tokens a pass.
+
+  Returns tokens int32[B, P + max(max_new_tokens)], lengths, logprobs and statistics: see `SampleResult`.
+  Raises ValueError or TypeError, before anything is compiled, for a value that is out of range. Inside an outer
+  `jax.jit` values can't be looked at: shapes and types alone are checked there.
+  """
+  rule = verify.get(verifier)
+  request = checks.request(
+    target, drafter, prompt_tokens, key, prompt_lengths, max_new_tokens, num_draft_tokens, warp, eos_id, prefill_chunk
+  )
+  need = max(request.width, slots(request.width, request.longest, num_draft_tokens, prefill_chunk))
+  if max_length is None:
+    max_length = 1 << max(need - 1, MIN_SLOTS - 1).bit_length()
+  elif max_length < need:
+    raise ValueError(f"max_length={max_length} is too small: these prompts and limits take {need} slots.")
+  result = _sample(
+    target,
+    drafter,
+    request.pad_to(max_length),
+    key,
+    request.prompt_lengths,
+    request.limit,
+    warp,
+    request.stop_ids,
+    max_length=max_length,
+    num_draft_tokens=num_draft_tokens,
+    verifier=rule,
+    prefill_chunk=prefill_chunk,
+  )
+  return result.cut(request.longest)
+
+
+@functools.partial(jax.jit, static_argnames=("max_length", "num_draft_tokens", "verifier", "prefill_chunk"))
+def _sample(
+  target, drafter, prompt_tokens, key, prompt_lengths, limit, warp, stop_ids,
+  *, max_length, num_draft_tokens, verifier, prefill_chunk,
+) -> SampleResult:
+  state = init(
+    target, drafter, prompt_tokens, key=key, prompt_lengths=prompt_lengths, limit=limit, warp=warp, stop_ids=stop_ids,
+    max_length=max_length, num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk,
+  )  # fmt: skip
+  state = lax.while_loop(
+    lambda state: ~state.finished.all(),
+    lambda state: step(state, target, drafter, num_draft_tokens=num_draft_tokens, verifier=verifier)[0],
+    state,
+  )
+  return result_of(state)
+
+
+def result_of(state: SpecState) -> SampleResult:
+  """What `sample` returns, from a state of any age; buffers in full length."""
+  final = jnp.arange(state.tokens.shape[1])[None] < state.length[:, None]
+  return SampleResult(
+    tokens=jnp.where(final, state.tokens, 0),
+    lengths=state.length,
+    logprobs=jnp.where(final, state.logprobs, 0.0),
+    stats=Stats(
+      rounds=state.round,
+      generated=state.length - state.prompt_length,
+      drafted=state.drafted,
+      accepted=state.accepted,
+      tested=state.tested,
+      accepted_at=state.accepted_at,
+      overlap=state.overlap,
+    ),
+  )
+
+
+def slots(prompt_length: int, limit: int, num_draft_tokens: int, prefill_chunk: int = PREFILL_CHUNK) -> int:
+  """Slots that buffers and caches need: XLA clamps a write past the end, and so overwrites good rows."""
+  return max(limit + num_draft_tokens + 1, prompt_length - 1 + prefill_chunk)
+
+
+def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int, key: Array) -> Proposal:
+  """Up to gamma drafts a row; no more than the row still has room for beside the next token."""
+  batch = state.length.shape[0]
+  if gamma == 0:
+    return Proposal(
+      tokens=jnp.zeros((batch, 0), jnp.int32),
+      log_q=jnp.zeros((batch, 0, target.vocab_size), jnp.float32),
+      num_drafted=jnp.zeros(batch, jnp.int32),
+      state=state.draft_state,
+    )
+  context = Context(
+    tokens=state.tokens,
+    length=state.length,
+    key=jax.vmap(keys.fold, (0, None))(key, Purpose.DRAFT),
+    warp=state.warp,
+    target_cache=state.target_cache,
+    vocab_size=target.vocab_size,
+  )
+  proposal = drafter.propose(state.draft_state, context, gamma)
+  room = jnp.maximum(state.limit - state.length - 1, 0)
+  num_drafted = jnp.where(state.finished, 0, jnp.minimum(proposal.num_drafted, room))
+  return dataclasses.replace(proposal, num_drafted=num_drafted)
+
+
+def _score(state: SpecState, target: LanguageModel, proposal: Proposal) -> tuple[Array, Cache]:
+  """The target's warped laws log p[B, gamma+1, V] at every draft and behind the last, in one pass."""
+  last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+  block = jnp.concatenate([last, proposal.tokens], axis=1)
+  logits, cache = run(target, block, state.target_cache, state.length - 1)
+  return log_probs(logits, state.warp), cache
+
+
+def _verify(verifier: Verifier, log_p: Array, proposal: Proposal, key: Array) -> Verdict:
+  verify_keys = jax.vmap(keys.fold, (0, None))(key, Purpose.VERIFY)
+  return jax.vmap(verifier)(log_p, proposal.log_q, proposal.tokens, proposal.num_drafted, verify_keys)
+
+
+def _commit(state: SpecState, proposal: Proposal, log_p: Array, verdict: Verdict) -> tuple[SpecState, RoundInfo]:
+  """Emits the accepted drafts and the next token, up to a stop token or the row's limit, and counts what was emitted."""
+  batch, gamma = proposal.tokens.shape
+  index = jnp.arange(gamma + 1)[None]
+  num_accepted = verdict.num_accepted[:, None]
+  block = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+  block = jnp.where(index < num_accepted, block, verdict.next_token[:, None])
+
+  is_stop = (block[:, :, None] == state.stop_ids[None, None]).any(-1) & (index <= num_accepted)
+  first_stop = jnp.where(is_stop, index, gamma + 1).min(-1)
+  num_emitted = jnp.minimum(jnp.minimum(verdict.num_accepted, first_stop) + 1, state.limit - state.length)
+  num_emitted = jnp.where(state.finished, 0, num_emitted)
+  emitted = index < num_emitted[:, None]
+
+  row = jnp.arange(batch)[:, None]
+  slot = jnp.where(emitted, state.length[:, None] + index, state.tokens.shape[1] - 1)
+  tokens = state.tokens.at[row, slot].set(block)
+  logprobs = state.logprobs.at[row, slot].set(pick(log_p, block))
+
+  draft = index[:, :gamma]
+  drafted = emitted[:, :gamma] & (draft < proposal.num_drafted[:, None])
+  tested = drafted & (draft <= num_accepted)
+  accepted = drafted & (draft < num_accepted)
+  overlap = jnp.minimum(jnp.exp(log_p[:, :gamma]), jnp.exp(proposal.log_q)).sum(-1)
+  # Drafts behind a rejection were drafted in vain and count; those behind an accepted stop token never mattered.
+  num_drafted = jnp.where(first_stop < verdict.num_accepted, drafted.sum(-1), proposal.num_drafted)
+
+  length = state.length + num_emitted
+  info = RoundInfo(
+    tokens=block,
+    num_emitted=num_emitted,
+    num_drafted=proposal.num_drafted,
+    num_accepted=verdict.num_accepted,
+    log_p=log_p,
+    log_q=proposal.log_q,
+    draft_tokens=proposal.tokens,
+  )
+  state = dataclasses.replace(
+    state,
+    length=length,
+    finished=state.finished | (first_stop < num_emitted) | (length >= state.limit),
+    round=state.round + (~state.finished).astype(jnp.int32),
+    drafted=state.drafted + num_drafted,
+    accepted=state.accepted + accepted.sum(-1),
+    tested=state.tested + tested.astype(jnp.int32),
+    accepted_at=state.accepted_at + accepted.astype(jnp.int32),
+    overlap=state.overlap + jnp.where(tested, overlap, 0.0).sum(-1),
+    tokens=tokens,
+    logprobs=logprobs,
+  )
+  return state, info
