@@ -1,0 +1,133 @@
+"""The three operations whose best form depends on the backend: matrix product, cache write, attention over a cache.
+
+Each has one meaning and two forms; `Options` says which. Forms differ in rounding only.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+ATTENTION_BLOCK = 256  # cache slots a step of the CPU form
+UNROLLED_ROWS = 8  # vmap makes a scatter of a cache write, which runs element by element on a CPU; up to here, one write a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """How a decoder is computed, not what.
+
+  scan_layers: one traced layer under `lax.scan` over stacked weights. Compiles fast at any depth and is right on an
+    accelerator; on a CPU every layer's weights are copied on their way in (twice the time a token).
+  cpu_kernels: forms for few rows on a CPU. Products take the weight as their left operand, rows padded to a power of
+    two (an 8-row pass costs 1.5 one-row passes in place of 2.6), and attention reads only the blocks of the cache that
+    hold something.
+  """
+
+  scan_layers: bool
+  cpu_kernels: bool
+
+  @classmethod
+  def for_backend(cls, backend: str | None = None) -> "Options":
+    """The defaults for a backend; None means the one jax runs on."""
+    on_cpu = (backend or jax.default_backend()) == "cpu"
+    return cls(scan_layers=not on_cpu, cpu_kernels=on_cpu)
+
+
+def matmul(x: Array, weight: Array, options: Options) -> Array:
+  """x[..., in] times weight[out, in] transposed: [..., out]."""
+  if not options.cpu_kernels:
+    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+  *batch, width = x.shape
+  rows = math.prod(batch)
+  x = x.reshape(rows, width)
+  if rows == 1:
+    y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+  else:
+    padded = 1 << (rows - 1).bit_length() if rows <= 64 else rows
+    x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+    # Without the barrier XLA folds the transpose back into the product, and the form is lost.
+    y = lax.optimization_barrier(lax.dot_general(weight, x, (((1,), (1,)), ((), ())))).T[:rows]
+  return y.reshape(*batch, weight.shape[0])
+
+
+def write(cache: Array, new: Array, start: Array, layer: Array | None = None) -> Array:
+  """Puts new[B, K, T, h] at slots start[b]..start[b]+T-1 of row b of cache[B, K, S, h].
+
+  With `layer`, into that layer of a stacked cache[layers, B, K, S, h].
+  """
+  axis = 0 if layer is None else 1
+  prefix = () if layer is None else (layer,)
+  new = new if layer is None else new[None]
+
+  def put(row: Array, new: Array, at: Array) -> Array:
+    return lax.dynamic_update_slice(row, new, (*prefix, 0, at, 0))
+
+  if start.shape[0] > UNROLLED_ROWS:
+    return jax.vmap(put, in_axes=(axis, axis, 0), out_axes=axis)(cache, new, start)
+  for b in range(start.shape[0]):
+    row = lax.slice_in_dim(new, b, b + 1, axis=axis)
+    cache = lax.dynamic_update_slice(cache, row, (*prefix, b, 0, start[b], 0))
+  return cache
+
+
+def attention(q: Array, k: Array, v: Array, start: Array, options: Options) -> Array:
+  """softmax(q k^T / sqrt(h)) v of queries at positions start[b]+t over cache slots 0..start[b]+t.
+
+  q: [B, T, H, h]; k, v: [B, K, S, h], head n of q reading head n // (H/K). Returns [B, T, H, h]. Softmax in float32.
+  """
+  batch, width, heads, depth = q.shape
+  kv_heads = k.shape[1]
+  q = q.reshape(batch, width, kv_heads, heads // kv_heads, depth).transpose(0, 2, 1, 3, 4) * depth**-0.5
+  limit = start[:, None] + jnp.arange(width)[None] + 1  # slots that query t may read
+  form = _attend_blocks if options.cpu_kernels else _attend_all
+  return form(q, k, v, limit).transpose(0, 2, 1, 3, 4).reshape(batch, width, heads, depth)
+
+
+def _attend_all(q: Array, k: Array, v: Array, limit: Array) -> Array:
+  """One batched product over every slot; q: [B, K, T, G, h]."""
+  scores = jnp.einsum("bktgh,bksh->bktgs", q, k, preferred_element_type=jnp.float32)
+  visible = jnp.arange(k.shape[2])[None, None] < limit[:, :, None]
+  scores = jnp.where(visible[:, None, :, None], scores, -jnp.inf)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  return jnp.einsum("bktgs,bksh->bktgh", weights, v)
+
+
+def _attend_blocks(q: Array, k: Array, v: Array, limit: Array) -> Array:
+  """A running softmax over blocks of slots, up to the last block that any query may read.
+
+  Products are two-dimensional, one for each row and head: batched ones with few rows fall to a slow path on a CPU.
+  """
+  batch, kv_heads, width, group, depth = q.shape
+  size = min(ATTENTION_BLOCK, k.shape[2])
+  pairs = [(b, n) for b in range(batch) for n in range(kv_heads)]
+  queries = {(b, n): q[b, n].reshape(width * group, depth) for b, n in pairs}
+  limits = jnp.repeat(limit, group, axis=1)[:, :, None]  # [B, T*G, 1]
+
+  def block(i: Array, carry):
+    # The last block starts early enough to fit; the slots it shares with the one before are masked.
+    at = jnp.minimum(i * size, k.shape[2] - size)
+    slot = at + jnp.arange(size)[None]
+    fresh = slot >= i * size
+    out = {}
+    for b, n in pairs:
+      total, norm, top = carry[b, n]
+      keys = lax.dynamic_slice(k, (b, n, at, 0), (1, 1, size, depth)).reshape(size, depth)
+      values = lax.dynamic_slice(v, (b, n, at, 0), (1, 1, size, depth)).reshape(size, depth)
+      scores = lax.dot_general(queries[b, n], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+      scores = jnp.where(fresh & (slot < limits[b]), scores, -jnp.inf)
+      new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+      weights = jnp.exp(scores - new_top)
+      shrink = jnp.exp(top - new_top)
+      new_total = total * shrink + jnp.dot(weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+      out[b, n] = new_total, norm * shrink + weights.sum(-1, keepdims=True), new_top
+    return out
+
+  rows = (width * group, 1)
+  # Slot 0 is visible to every query, so `top` is finite after the first block.
+  empty = jnp.zeros((width * group, depth)), jnp.zeros(rows), jnp.full(rows, -jnp.inf)
+  count = -(-limit.max() // size)
+  carry = lax.fori_loop(0, count, block, dict.fromkeys(pairs, empty))
+  out = jnp.stack([carry[pair][0] / carry[pair][1] for pair in pairs]).astype(q.dtype)
+  return out.reshape(batch, kv_heads, width, group, depth)

@@ -1,0 +1,242 @@
+"""The decoder family in flax: llama, qwen2, qwen3 and gpt2 by configuration, and its seam to the sampler.
+
+`Decoder` is an ordinary nnx module; `as_language_model` splits it into parameters and pure functions. Checkpoint formats
+live in their own modules, the forms of the expensive operations in `ops`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+
+from specjax.language_model import LanguageModel
+from specjax.models import ops
+from specjax.models.checkpoint import Checkpoint
+from specjax.models.config import DecoderConfig
+from specjax.models.ops import Options
+
+Cache = Any  # {"k": ..., "v": ...}: [B, K, S, h] a layer, in a list, or stacked where layers are scanned
+
+
+def _last_axis(vector: nnx.Param, like: Array) -> Array:
+  """The vector with leading axes of size 1, so that rank promotion may be an error."""
+  return jnp.expand_dims(vector[...], range(like.ndim - 1))
+
+
+class Linear(nnx.Module):
+  """y = x W^T + b, W stored (out, in)."""
+
+  def __init__(self, width: int, out: int, *, use_bias: bool, dtype, rngs: nnx.Rngs):
+    init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+    self.weight = nnx.Param(init(rngs.params(), (out, width), dtype))
+    self.bias = nnx.Param(jnp.zeros(out, dtype)) if use_bias else None
+
+  def __call__(self, x: Array, options: Options) -> Array:
+    y = ops.matmul(x, self.weight[...], options)
+    return y if self.bias is None else y + _last_axis(self.bias, y)
+
+
+class Norm(nnx.Module):
+  """RMS norm, or LayerNorm with a bias; statistics in float32."""
+
+  def __init__(self, config: DecoderConfig, width: int, kind: str, *, dtype):
+    self.eps, self.kind = config.norm_eps, kind
+    self.scale = nnx.Param(jnp.ones(width, dtype))
+    self.bias = nnx.Param(jnp.zeros(width, dtype)) if kind == "layer" else None
+
+  def __call__(self, x: Array) -> Array:
+    y = x.astype(jnp.float32)
+    if self.kind == "layer":
+      y = y - y.mean(-1, keepdims=True)
+    y = (y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)).astype(x.dtype)
+    y = y * _last_axis(self.scale, y)
+    return y if self.bias is None else y + _last_axis(self.bias, y)
+
+
+class Embed(nnx.Module):
+  def __init__(self, count: int, width: int, *, dtype, rngs: nnx.Rngs):
+    self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (count, width), dtype))
+
+  def __call__(self, ids: Array) -> Array:
+    # Behind a row's end ids and positions may be out of range; what they give is never read.
+    return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+
+
+class Block(nnx.Module):
+  """One layer, in two halves around the cache: `project` to queries, keys and values, `finish` from what was attended."""
+
+  def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+    c = self.config = config
+    linear = functools.partial(Linear, dtype=dtype, rngs=rngs)
+    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    self.attn_norm = Norm(c, c.d_model, c.norm, dtype=dtype)
+    self.q = linear(c.d_model, heads, use_bias=c.qkv_bias)
+    self.k = linear(c.d_model, kv_heads, use_bias=c.qkv_bias)
+    self.v = linear(c.d_model, kv_heads, use_bias=c.qkv_bias)
+    self.o = linear(heads, c.d_model, use_bias=c.output_bias)
+    self.q_norm = Norm(c, c.head_dim, "rms", dtype=dtype) if c.qk_norm else None
+    self.k_norm = Norm(c, c.head_dim, "rms", dtype=dtype) if c.qk_norm else None
+    self.mlp_norm = Norm(c, c.d_model, c.norm, dtype=dtype)
+    self.gate = linear(c.d_model, c.d_ff, use_bias=c.mlp_bias) if c.mlp == "swiglu" else None
+    self.up = linear(c.d_model, c.d_ff, use_bias=c.mlp_bias)
+    self.down = linear(c.d_ff, c.d_model, use_bias=c.mlp_bias)
+
+  def project(self, x: Array, rotation: tuple[Array, Array] | None, options: Options) -> tuple[Array, Array, Array]:
+    """x[B, T, d] -> queries [B, T, H, h], keys and values [B, K, T, h]."""
+    c = self.config
+    y = self.attn_norm(x)
+    q, k, v = (proj(y, options).reshape(*x.shape[:2], -1, c.head_dim) for proj in (self.q, self.k, self.v))
+    if self.q_norm is not None and self.k_norm is not None:
+      q, k = self.q_norm(q), self.k_norm(k)
+    if rotation is not None:
+      q, k = rotate(q, rotation), rotate(k, rotation)
+    return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+  def finish(self, x: Array, attended: Array, options: Options) -> Array:
+    x = x + self.o(attended.reshape(*x.shape[:2], -1), options)
+    y = self.mlp_norm(x)
+    up = self.up(y, options)
+    up = jax.nn.gelu(up, approximate=True) if self.gate is None else jax.nn.silu(self.gate(y, options)) * up
+    return x + self.down(up, options)
+
+
+class Decoder(nnx.Module):
+  """tokens[B, T] at positions start[B].. over a cache -> logits float32[B, T, V]."""
+
+  def __init__(self, config: DecoderConfig, *, options: Options | None = None, dtype=jnp.float32, rngs: nnx.Rngs):
+    c = self.config = config
+    self.options = options or Options.for_backend()
+    self.embed = Embed(c.vocab_size, c.d_model, dtype=dtype, rngs=rngs)
+    self.positions = Embed(c.context_length, c.d_model, dtype=dtype, rngs=rngs) if c.position == "learned" else None
+    if self.options.scan_layers:
+      make = nnx.split_rngs(splits=c.num_layers)(nnx.vmap(lambda rngs: Block(c, dtype=dtype, rngs=rngs)))
+      self.layers = make(rngs)
+    else:
+      self.layers = nnx.List([Block(c, dtype=dtype, rngs=rngs) for _ in range(c.num_layers)])
+    self.norm = Norm(c, c.d_model, c.norm, dtype=dtype)
+    self.head = None if c.tied_head else Linear(c.d_model, c.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
+
+  def __call__(self, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
+    positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
+    x = self.embed(tokens)
+    if self.positions is not None:
+      x = x + self.positions(positions)
+    rotation = rotations(self.config, positions) if self.config.position == "rope" else None
+
+    def layer(block: Block, x: Array, k: Array, v: Array, at) -> tuple[Array, Array, Array]:
+      """`at` is the layer's index into stacked caches, or None where k and v are this layer's own."""
+      q, new_k, new_v = block.project(x, rotation, self.options)
+      k, v = ops.write(k, new_k, start, at), ops.write(v, new_v, start, at)
+      own_k, own_v = (k, v) if at is None else (k[at], v[at])
+      return block.finish(x, ops.attention(q, own_k, own_v, start, self.options), self.options), k, v
+
+    k, v = cache["k"], cache["v"]
+    if self.options.scan_layers:
+      # The caches are carried, not scanned over: scanned outputs would be written into fresh buffers every pass.
+      scan = nnx.scan(
+        lambda carry, block, at: (layer(block, *carry, at), None),
+        in_axes=(nnx.Carry, 0, 0),
+        out_axes=(nnx.Carry, 0),
+      )
+      (x, k, v), _ = scan((x, k, v), self.layers, jnp.arange(self.config.num_layers))
+    else:
+      k, v = list(k), list(v)
+      for i, block in enumerate(self.layers):
+        x, k[i], v[i] = layer(block, x, k[i], v[i], None)
+    x = self.norm(x)
+    weight = self.embed.weight if self.head is None else self.head.weight
+    return ops.matmul(x, weight[...], self.options).astype(jnp.float32), {"k": k, "v": v}
+
+
+def rotations(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
+  """cos and sin float32[B, T, 1, h/2] of the rotary angles (arXiv 2104.09864), scaling included."""
+  half = config.head_dim // 2
+  frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  scaling = config.rope_scaling
+  if scaling is not None and scaling.kind == "linear":
+    frequency = frequency / scaling.factor
+  elif scaling is not None and scaling.kind == "factors":
+    frequency = frequency / jnp.asarray(scaling.factors, jnp.float32)
+  elif scaling is not None:
+    turns = scaling.original_context * frequency / (2 * jnp.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    frequency = frequency * (kept + (1 - kept) / scaling.factor)
+  angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
+  """Rotates dimension i of each head x[B, T, H, h] with dimension i + h/2."""
+  cos, sin = rotation
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def as_language_model(decoder: Decoder, *, tokenizer_hash: str | None = None) -> LanguageModel:
+  """The sampler's view of a decoder: its parameters as nested dicts, and pure functions."""
+  params = nnx.to_pure_dict(nnx.split(decoder)[1])
+  return _language_model(decoder.config, decoder.options, params, tokenizer_hash)
+
+
+def from_checkpoint(
+  checkpoint: Checkpoint, *, dtype=None, scan_layers: bool | None = None, options: Options | None = None
+) -> LanguageModel:
+  """Loads a checkpoint tensor by tensor: beside the parameters at most one tensor is held.
+
+  dtype: of parameters, activations and cache; default float32 on a CPU, bfloat16 elsewhere.
+  options: default: the backend's; `scan_layers` overrides that field of it.
+  """
+  options = options or Options.for_backend()
+  if scan_layers is not None:
+    options = dataclasses.replace(options, scan_layers=scan_layers)
+  dtype = dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+  config = checkpoint.config
+
+  def read(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
+    names = [str(key.key) for key in path]
+    if names[0] != "layers" or not options.scan_layers:
+      return jnp.asarray(checkpoint.tensor(".".join(names)), dtype)
+    stacked = np.empty(leaf.shape, dtype)
+    for i in range(config.num_layers):
+      stacked[i] = checkpoint.tensor(".".join(["layers", str(i), *names[1:]]))
+    return jnp.asarray(stacked)
+
+  abstract = nnx.eval_shape(lambda: Decoder(config, options=options, rngs=nnx.Rngs(0)))
+  params = jax.tree_util.tree_map_with_path(read, nnx.to_pure_dict(nnx.split(abstract)[1]))
+  return _language_model(config, options, params, checkpoint.tokenizer_hash)
+
+
+def _language_model(
+  config: DecoderConfig, options: Options, params: Any, tokenizer_hash: str | None
+) -> LanguageModel:
+  apply, init_cache = _functions(config, options)
+  return LanguageModel(
+    params=params,
+    apply=apply,
+    init_cache=init_cache,
+    vocab_size=config.vocab_size,
+    context_length=config.context_length,
+    tokenizer_hash=tokenizer_hash,
+  )
+
+
+@functools.cache  # equal functions for equal configurations, so that a second load does not compile again
+def _functions(config: DecoderConfig, options: Options):
+  graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, options=options, rngs=nnx.Rngs(0))))
+
+  def apply(params: Any, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
+    return nnx.merge(graph, params)(tokens, cache, start)
+
+  def init_cache(params: Any, batch: int, max_length: int) -> Cache:
+    shape, dtype = (batch, config.num_kv_heads, max_length, config.head_dim), params["embed"]["weight"].dtype
+    if options.scan_layers:
+      return {name: jnp.zeros((config.num_layers, *shape), dtype) for name in ("k", "v")}
+    return {name: [jnp.zeros(shape, dtype) for _ in range(config.num_layers)] for name in ("k", "v")}
+
+  return apply, init_cache
