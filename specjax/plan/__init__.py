@@ -1,0 +1,1 @@
+"""What speculative sampling costs and gains, before it is run."""
