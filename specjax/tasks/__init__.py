@@ -1,0 +1,1 @@
+"""Prompts to sample from, and what is measured on the answers."""
