@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specjax.fetch import WIKIPEDIA, fetch
-from specjax.tasks.prompts import Prompt, prompts
+from specjax.tasks.prompts import prompts
 
 
 def test_humaneval_is_complete_and_as_published() -> None:

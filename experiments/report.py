@@ -1,0 +1,229 @@
+"""What every experiment shares: where it ran, results that survive an interruption, timing, tables, figures.
+
+It knows no experiment, and decides nothing about how one is set up.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+import tqdm
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+  """Versions, device and machine, for JSON. It starts jax's backend: call it after `jax.distributed.initialize`."""
+  device = jax.devices()[0]
+  affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS
+  return {
+    "python": platform.python_version(),
+    **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+    "commit": _commit(),
+    "platform": platform.platform(),
+    "device": device.device_kind,
+    "backend": device.platform,
+    "device_count": jax.device_count(),
+    "cpu": _cpu_model(),
+    "cores": len(affinity(0)) if affinity else os.cpu_count(),
+    "xla_flags": os.environ.get("XLA_FLAGS", ""),
+  }
+
+
+def _commit() -> str | None:
+  """The commit, "+" and a digest of what was changed since; None outside a git work tree."""
+
+  def git(*arguments: str) -> bytes:
+    folder = pathlib.Path(__file__).parent
+    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True).stdout
+
+  try:
+    commit, changes = git("rev-parse", "HEAD").decode().strip(), git("diff", "HEAD")
+  except (OSError, subprocess.CalledProcessError):
+    return None
+  return f"{commit}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
+
+
+def _cpu_model() -> str:
+  with contextlib.suppress(OSError):
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+      if line.startswith("model name"):
+        return line.partition(":")[2].strip()
+  return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Generator[pathlib.Path]:
+  """A temporary path of the same name and file system, which becomes `path` if the block ends without an error."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+    temporary = pathlib.Path(folder) / path.name
+    yield temporary
+    os.replace(temporary, path)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes `value`: arrays as lists, dataclasses and configs as objects, numbers that are not finite as null."""
+  with replacing(path) as temporary:
+    temporary.write_text(json.dumps(_plain(value), indent=2) + "\n")
+
+
+def _plain(value: Any) -> Any:
+  if hasattr(value, "to_dict"):  # ml_collections.ConfigDict
+    value = value.to_dict()
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+  if isinstance(value, jax.Array | np.ndarray | np.generic):
+    value = np.asarray(value).tolist()
+  if isinstance(value, Mapping):
+    return {str(key): _plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(item) for item in value]
+  if isinstance(value, float):
+    return value if math.isfinite(value) else None
+  return str(value) if isinstance(value, pathlib.Path) else value
+
+
+class Run:
+  """One run of an experiment, kept item by item in `folder`, so that a run which was interrupted goes on.
+
+  What was kept is used again under the same config, in the same environment and at the same state of the code alone:
+  timings of two machines do not mix.
+
+    run = Run("quickstart", config)
+    for prompt in prompts:
+      figures = run.item(prompt.name, lambda: measure(prompt))
+    run.finish({"speedup": ...})
+  """
+
+  def __init__(self, name: str, config: Any, results: pathlib.Path = RESULTS):
+    self.folder = results / name
+    self.environment = environment()
+    self.config = _plain(config)
+    key = json.dumps([self.config, self.environment], sort_keys=True).encode()
+    self._path = self.folder / f"unfinished-{hashlib.sha256(key).hexdigest()[:12]}.jsonl"
+    self.items: dict[str, Any] = dict(_read_lines(self._path))
+
+  def item(self, key: str, compute: Callable[[], Any]) -> Any:
+    """What `compute` returned for `key`, in this run or before its interruption, as it reads back from JSON."""
+    if key not in self.items:
+      line = json.dumps([key, _plain(compute())])
+      self.folder.mkdir(parents=True, exist_ok=True)
+      with self._path.open("a") as file:
+        file.write(line + "\n")
+      self.items[key] = json.loads(line)[1]
+    return self.items[key]
+
+  def finish(self, summary: Any) -> pathlib.Path:
+    """Writes results.json: environment, config, summary, and every item. The next run starts afresh."""
+    path = self.folder / "results.json"
+    write_json(path, {"environment": self.environment, "config": self.config, "summary": summary, "items": self.items})
+    self._path.unlink(missing_ok=True)
+    return path
+
+
+def _read_lines(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+  """The (key, value) lines of a file whose writer may have been killed; cuts it where the first broken line starts."""
+  if not path.exists():
+    return
+  whole = 0
+  for line in path.read_bytes().splitlines(keepends=True):
+    try:
+      key, value = json.loads(line)
+    except ValueError:
+      break
+    if not line.endswith(b"\n"):
+      break
+    whole += len(line)
+    yield key, value
+  os.truncate(path, whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """median: of `seconds`, the time of every repeat in the order they ran."""
+
+  median: float
+  seconds: tuple[float, ...]
+
+
+def median_interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Timing]:
+  """Times functions against each other: each once untimed (it compiles), then all of them in turn, `repeats` times.
+
+  Taking turns spreads what the machine does meanwhile over all of them, and every second turn runs backwards, so that
+  none always runs behind the same other. A call ends when the jax arrays that it returned are ready.
+
+  Raises:
+    ValueError: repeats is less than 1.
+  """
+  if repeats < 1:
+    raise ValueError(f"repeats={repeats} must be at least 1.")
+  for function in functions.values():
+    jax.block_until_ready(function())
+  seconds: dict[str, list[float]] = {name: [] for name in functions}
+  for turn in tqdm.trange(repeats, desc="Timing", leave=False, disable=None):
+    for name in list(functions)[:: -1 if turn % 2 else 1]:
+      start = time.perf_counter()
+      jax.block_until_ready(functions[name]())
+      seconds[name].append(time.perf_counter() - start)
+  return {name: Timing(statistics.median(times), tuple(times)) for name, times in seconds.items()}
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+  """Prints a table, the first column to the left, numbers to the right; as Markdown where stdout is not a terminal."""
+  console = rich.console.Console()
+  if not console.is_terminal:
+    console = rich.console.Console(width=1000, no_color=True)  # else wrapped at 80 columns
+  table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.MARKDOWN)
+  for index, column in enumerate(columns):
+    table.add_column(rich.text.Text(column), justify="right" if index else "left")
+  for row in rows:
+    table.add_row(*map(rich.text.Text, row))
+  console.print(rich.text.Text(title, style="bold"))
+  console.print(table)
+
+
+def plot_style() -> None:
+  """Sets up matplotlib for files: no display, a font that can be read in a README, no box around the axes."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  matplotlib.rcParams.update(
+    {
+      "figure.dpi": 150,
+      "figure.constrained_layout.use": True,
+      "font.size": 12,
+      "axes.spines.top": False,
+      "axes.spines.right": False,
+      "axes.titleweight": "bold",
+      "axes.titlelocation": "left",
+      "legend.frameon": False,
+    }
+  )
+
+
+def save_figure(figure: Any, path: pathlib.Path) -> None:
+  """Writes a matplotlib figure in the format of the path's suffix, and closes it."""
+  import matplotlib.pyplot as plt
+
+  with replacing(path) as temporary:
+    figure.savefig(temporary)
+  plt.close(figure)
