@@ -85,10 +85,14 @@ class Tokenizer:
       trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     try:
       return environment.from_string(self.chat_template).render(
-        messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self.special_tokens
+        messages=messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=None,
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        **self.special_tokens,
       )
     except jinja2.TemplateError as error:
       raise ValueError(f"The chat template of {self.source} failed on these messages: {error}") from error
