@@ -2,6 +2,8 @@
 
 from specjax.draft import ModelDrafter, NGramDrafter
 from specjax.language_model import LanguageModel
+from specjax.models.load import load_model
+from specjax.models.tokenizer import load_tokenizer
 from specjax.result import SampleResult, Stats
 from specjax.sampler import RoundInfo, SpecState, init, sample, step
 from specjax.warp import Warp
@@ -16,6 +18,8 @@ __all__ = [
   "Stats",
   "Warp",
   "init",
+  "load_model",
+  "load_tokenizer",
   "sample",
   "step",
 ]
