@@ -11,7 +11,9 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
-stamp=$venv/specjax-stamp # line 1: what was installed; line 2: which jax. Written last, so a broken install has none.
+# Line 1: what was installed; line 2: which jax. Taken away first and written last, so that a .venv without it is one
+# whose installation was interrupted: pip takes a half-copied package for a whole one, so such a .venv is made anew.
+stamp=$venv/specjax-stamp
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -32,9 +34,10 @@ choose_python() {
   return 1
 }
 
-# An existing .venv is kept unless it does not run, or PYTHON asks for another version.
+# An existing .venv is kept unless it is broken, or PYTHON asks for another version.
 usable() {
-  supported "$venv/bin/python" && [[ -z ${PYTHON:-} || $(version "$venv/bin/python") == $(version "$PYTHON") ]]
+  [[ -f $stamp ]] && supported "$venv/bin/python" &&
+    [[ -z ${PYTHON:-} || $(version "$venv/bin/python") == $(version "$PYTHON") ]]
 }
 
 # The path is part of it: the editable install points there, so a moved clone has to be installed again.
@@ -62,13 +65,14 @@ if command -v flock >/dev/null; then
   ready && exit
 fi
 
-if ! usable || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+if ! usable; then
   python=$(choose_python)
   if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
     echo "setup: $python has no venv module with pip. On Debian or Ubuntu: apt-get install python3-venv." >&2
     exit 1
   fi
   echo "setup: creating $venv with Python $(version "$python")" >&2
+  rm -f "$stamp"
   rm -rf "$venv"
   "$python" -m venv "$venv"
 fi

@@ -165,7 +165,8 @@ def test_median_interleaved_waits_for_the_result(monkeypatch: pytest.MonkeyPatch
 
 def test_a_table_that_is_not_on_a_terminal_is_markdown() -> None:
   """In a process of its own, with an 80-column terminal in its environment that must not break the lines."""
-  code = "from experiments import report; report.print_table('T [1]', ['name', 'ms'], [['a' * 90, '[red]'], ['b', '10']])"
+  rows = [["a" * 90, "[red]"], ["b", "10"]]
+  code = f"from experiments import report; report.print_table('T [1]', ['name', 'ms'], {rows})"
   root = pathlib.Path(__file__).parents[2]
   output = subprocess.run(
     [sys.executable, "-c", code],
@@ -178,7 +179,7 @@ def test_a_table_that_is_not_on_a_terminal_is_markdown() -> None:
   lines = [line for line in output.splitlines() if line.strip()]
   assert lines[0] == "T [1]"
   cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[1:]]
-  assert [cells[0], *cells[2:]] == [["name", "ms"], ["a" * 90, "[red]"], ["b", "10"]]
+  assert [cells[0], *cells[2:]] == [["name", "ms"], *rows]
   assert set(lines[2]) <= set("|-: ")
   assert lines[-1].endswith(" 10 |")
 
