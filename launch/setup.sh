@@ -51,10 +51,10 @@ print(hashlib.sha256(b"\0".join([*files, sys.version.encode(), *map(str.encode, 
 END
 }
 
-jax=${SPECJAX_JAX:-$(sed -n 2p "$stamp" 2>/dev/null || true)}
-jax=${jax:-jax}
-
-ready() { usable && [[ $(sed -n 1p "$stamp" 2>/dev/null) == "$(digest "$jax")" ]]; }
+ready() {
+  jax=${SPECJAX_JAX:-$(sed -n 2p "$stamp" 2>/dev/null || echo jax)}
+  usable && [[ $(sed -n 1p "$stamp") == "$(digest "$jax")" ]]
+}
 
 ready && exit
 
