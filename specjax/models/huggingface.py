@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -221,7 +221,7 @@ def _rope(path: pathlib.Path, settings: Mapping[str, Any]) -> tuple[float, RopeS
 
 
 @contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[Any]:
+def _open(path: pathlib.Path) -> Generator[Any, None, None]:
   # Opened anew for every tensor: an open file keeps all its pages that were read mapped, as large as the model.
   try:
     with safetensors.safe_open(path, framework="numpy") as file:
@@ -293,10 +293,9 @@ def _check_tied(directory: pathlib.Path, head: _Stored, embedding: _Stored) -> N
   """Raises ValueError unless the stored head is the embedding, which is what a tied model uses in its place."""
   with _open(head.file) as head_file, _open(embedding.file) as embedding_file:
     a, b = head_file.get_slice(head.name), embedding_file.get_slice(embedding.name)
-    rows = range(0, embedding.shape[0], _CHUNK_ROWS)
-    if head.shape == embedding.shape and all(
-      np.array_equal(a[i : i + _CHUNK_ROWS], b[i : i + _CHUNK_ROWS]) for i in rows
-    ):
+    rows = embedding.shape[0]
+    pieces = (slice(i, min(i + _CHUNK_ROWS, rows)) for i in range(0, rows, _CHUNK_ROWS))
+    if head.shape == embedding.shape and all(np.array_equal(a[piece], b[piece]) for piece in pieces):
       return
   raise ValueError(
     f"{directory / 'config.json'} ties the output head to the embedding, but {head.name} differs from "
