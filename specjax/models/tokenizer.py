@@ -147,6 +147,8 @@ def _from_gguf(path: pathlib.Path) -> Tokenizer:
     raise ValueError(
       f"{path} has the pre-tokenizer {pre!r}, which is not supported. Supported are {', '.join(_PRE_TOKENIZERS)}."
     )
+  if absent := [key for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges") if key not in metadata]:
+    raise ValueError(f"{path} has no metadata {absent[0]!r}, which its tokenizer needs.")
   tokens = real_tokens(metadata["tokenizer.ggml.tokens"])
   backend = _byte_level_bpe(tokens, metadata, pre)
   ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _GGUF_SPECIAL_IDS.items()}

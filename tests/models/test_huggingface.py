@@ -147,7 +147,7 @@ def test_stored_buffers_and_tied_heads_are_ignored(tmp_path: pathlib.Path) -> No
 
   checkpoints.write("gpt2_bare", tmp_path)  # masks are among its tensors
   weights = load_file(tmp_path / "model.safetensors")
-  weights["h.0.attn.masked_bias"] = np.float32(-1e4).reshape(())
+  weights["h.0.attn.masked_bias"] = np.full((), -1e4, np.float32)
   save_file(weights, tmp_path / "model.safetensors")
   open_huggingface(tmp_path)
 
