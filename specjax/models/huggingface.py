@@ -282,7 +282,8 @@ def _read(stored: Mapping[str, _Stored], config: DecoderConfig, shapes: Mapping[
     part = file.get_slice(tensor.name)
     if ".c_attn." in stored_name:
       width, at = shapes[name][0], "qkv".index(name.split(".")[-2])
-      value = part[..., at * width : (at + 1) * width]
+      columns = slice(at * width, (at + 1) * width)
+      value = part[columns] if len(tensor.shape) == 1 else part[:, columns]
     else:
       value = part[:]
   value = value.T if _is_conv1d(stored_name) else value

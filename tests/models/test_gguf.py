@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -47,7 +48,7 @@ def test_rotary_factors_stand_for_llama3_scaling(tmp_path: pathlib.Path) -> None
   assert ours.rope_scaling.kind == "factors"
   assert source.rope_scaling is not None
   assert source.rope_scaling.kind == "llama3"
-  positions = np.arange(64)[None]
+  positions = jnp.arange(64)[None]
   for a, b in zip(rotations(ours, positions), rotations(source, positions), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-6)
 

@@ -243,6 +243,7 @@ def test_what_templates_can_use(tmp_path: pathlib.Path) -> None:
   assert chat("{{ {'a': '<é>'} | tojson }}", tmp_path) == '{"a": "<é>"}'
   assert chat("{{ strftime_now('%Y') }}", tmp_path).isdigit()
   assert chat("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", tmp_path) == "01"
+  assert chat("a\n  {% if true %}\nb{% endif %}", tmp_path) == "a\nb"
   assert chat("{% if tools is none %}no tools{% endif %}", tmp_path) == "no tools"
 
 
