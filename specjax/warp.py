@@ -1,11 +1,11 @@
 """Logits to the law a token is drawn from: temperature, top-k, top-p, min-p, and the draw itself.
 
-The one place where this happens. Draft, verification, residual and bonus all go through `log_probs`, so target and draft
-are standardised alike (Leviathan et al., arXiv 2211.17192, section 2.2) and speculative sampling stays exact under any
-warp. Order: temperature, top-k, top-p of what top-k left, min-p.
+The one place where this happens. Draft, verification, residual and bonus all go through `log_probs`, so target and
+draft are standardised alike (Leviathan et al., arXiv 2211.17192, section 2.2) and speculative sampling stays exact
+under any warp. Order: temperature, top-k, top-p of what top-k left, min-p.
 
-Thresholds are found by reductions over the vocabulary (a bisection on the bits of a float), never by a sort or a gather,
-so they work unchanged on a sharded vocabulary. Tokens that tie with the last one kept are kept.
+Thresholds are found by reductions over the vocabulary (a bisection on the bits of a float), never by a sort or a
+gather, so they work unchanged on a sharded vocabulary. Tokens that tie with the last one kept are kept.
 """
 
 import dataclasses
@@ -14,8 +14,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-
-
 
 
 @jax.tree_util.register_dataclass
@@ -56,19 +54,26 @@ def log_probs(logits: Array, warp: Warp) -> Array:
 
   logits: float32[B, T, V], or [B, V]; -inf marks a token that does not exist.
   warp: fields of shape [B], or scalars.
-  Returns float32 of the same shape; -inf where the law has no mass. A NaN logit makes its row NaN.
+  Returns float32 of the same shape; -inf where the law has no mass. A row with a NaN or +inf logit, or without a finite
+  one, is NaN.
   """
-  warp = jax.tree.map(lambda x: jnp.reshape(x, jnp.shape(x) + (1,) * (logits.ndim - jnp.ndim(x))), warp)
-  greedy = warp.temperature == 0
+
+  def column(value: Array | float) -> Array:
+    return jnp.reshape(value, jnp.shape(value) + (1,) * (logits.ndim - jnp.ndim(value)))
+
+  temperature, top_k, top_p, min_p = map(column, (warp.temperature, warp.top_k, warp.top_p, warp.min_p))
+  greedy = temperature == 0
   # Subtracting the maximum first keeps any positive temperature from overflowing.
-  scaled = logits.astype(jnp.float32) - logits.max(-1, keepdims=True)
-  scaled = scaled / jnp.where(greedy, 1.0, warp.temperature)
+  scaled = logits.astype(jnp.float32)
+  scaled = scaled - scaled.max(-1, keepdims=True)
+  scaled = scaled / jnp.where(greedy, 1.0, temperature)
   # No row pays for a filter that no row uses.
-  scaled = lax.cond((warp.top_k > 0).any(), lambda x: _top_k(x, warp.top_k), lambda x: x, scaled)
-  scaled = lax.cond((warp.top_p < 1).any(), lambda x: _top_p(x, warp.top_p), lambda x: x, scaled)
-  scaled = jnp.where(scaled >= jnp.log(warp.min_p), scaled, -jnp.inf)
+  scaled = lax.cond((top_k > 0).any(), lambda x: _top_k(x, top_k), lambda x: x, scaled)
+  scaled = lax.cond((top_p < 1).any(), lambda x: _top_p(x, top_p), lambda x: x, scaled)
+  scaled = jnp.where(scaled >= jnp.log(min_p), scaled, -jnp.inf)
   log_p = scaled - jax.nn.logsumexp(scaled, -1, keepdims=True)
-  return lax.cond(greedy.any(), lambda x: jnp.where(greedy, _argmax_law(logits), x), lambda x: x, log_p)
+  # A row that is NaN stays so: its argmax would pass for a token that the model is sure of.
+  return lax.cond(greedy.any(), lambda x: jnp.where(greedy & ~jnp.isnan(x), _argmax_law(logits), x), lambda x: x, log_p)
 
 
 def pick(values: Array, tokens: Array) -> Array:
