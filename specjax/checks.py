@@ -19,6 +19,7 @@ from specjax.language_model import LanguageModel
 from specjax.warp import Warp
 
 MAX_VOCAB_MULTIPLE = 1024  # vocabularies are padded to multiples of powers of two up to this
+MAX_LENGTH = 2**30  # positions are int32, and buffers are rounded up to a power of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +56,16 @@ def request(
 ) -> Request:
   """Checks every argument of `sample` against the others; raises TypeError or ValueError."""
   _target(target)
+  _leaves("target", target)
   _count("num_draft_tokens", num_draft_tokens, 0)
   _count("prefill_chunk", prefill_chunk, 1)
-  prompts = _prompts(prompt_tokens, target.vocab_size)
+  prompts = _prompts(prompt_tokens)
   batch, width = prompts.shape
   _key(key, batch)
   warp_settings(warp, batch)
   lengths = _lengths(prompt_lengths, batch, width)
   _range("prompt_tokens", _inside(prompts, lengths), 0, target.vocab_size - 1, "the target's vocabulary")
-  max_new = _max_new_tokens(max_new_tokens, batch)
+  max_new = _max_new_tokens(max_new_tokens, batch, width)
   longest = width + int(np.max(max_new, initial=0))
   limit = lengths + max_new
   for what, model in _models(target, drafter if num_draft_tokens else None):
@@ -78,24 +80,30 @@ def warp_settings(warp: Warp, batch: int) -> None:
   if not isinstance(warp, Warp):
     raise TypeError(f"warp must be a specjax.Warp, got {type(warp).__name__}.")
   allowed = {
-    "temperature": (lambda x: (x >= 0) & (x < np.inf), "finite and >= 0 (0 means argmax)"),
-    "top_k": (lambda x: x >= 0, "an integer >= 0 (0 keeps all)"),
-    "top_p": (lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
-    "min_p": (lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+    "temperature": (lambda x: (x >= 0) & (x < np.inf), "a finite float32 >= 0 (0 means argmax)"),
+    "top_k": (lambda x: (x >= 0) & (x < 2**31), "an integer from 0 (keeps all) to 2**31 - 1"),
+    "top_p": (lambda x: (x > 0) & (x <= 1), "a number in (0, 1]"),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "a number in [0, 1]"),
   }
   for name, (is_allowed, words) in allowed.items():
     value = getattr(warp, name)
+    if not isinstance(value, ArrayLike):
+      raise TypeError(f"warp.{name}={value!r} must be {words}, or an array of them.")
     if np.shape(value) not in ((), (batch,)):
-      raise ValueError(f"warp.{name} has shape {np.shape(value)}; allowed: a scalar or one value for each of {batch} rows.")
+      raise ValueError(
+        f"warp.{name} has shape {np.shape(value)}; allowed: a scalar or one value for each of {batch} rows."
+      )
     dtype = jnp.result_type(value)
-    if not jnp.issubdtype(dtype, jnp.integer if name == "top_k" else jnp.number) or dtype == bool:
+    if not (jnp.issubdtype(dtype, jnp.integer) or (name != "top_k" and jnp.issubdtype(dtype, jnp.floating))):
       raise TypeError(f"warp.{name} has type {dtype}; it must be {words}.")
     if isinstance(value, jax.core.Tracer):
       continue
-    values = np.atleast_1d(np.asarray(value))
-    bad = np.flatnonzero(~is_allowed(values))
+    given = np.atleast_1d(np.asarray(value))
+    with np.errstate(over="ignore"):  # judged as the program will see it
+      values = given if name == "top_k" else given.astype(np.float32)
+    bad = np.flatnonzero(np.logical_not(is_allowed(values)))
     if bad.size:
-      raise ValueError(f"warp.{name}={values[bad[0]]}{_at_row(bad[0], values)}; it must be {words}.")
+      raise ValueError(f"warp.{name}={given[bad[0]]}{_at_row(bad[0], given)}; it must be {words}.")
 
 
 def vocabularies_match(draft: int, target: int) -> bool:
@@ -112,6 +120,12 @@ def _target(target: LanguageModel) -> None:
     )
 
 
+def _leaves(what: str, value: Any) -> None:
+  for leaf in jax.tree.leaves(value):
+    if not isinstance(leaf, ArrayLike):
+      raise TypeError(f"{what} must be a pytree of arrays, but holds {leaf!r}; pass an instance, with models loaded.")
+
+
 def _models(target: LanguageModel, drafter: Any) -> list[tuple[str, LanguageModel]]:
   draft = getattr(drafter, "model", None)
   return [("target", target)] + ([("draft model", draft)] if isinstance(draft, LanguageModel) else [])
@@ -125,6 +139,7 @@ def _drafter(target: LanguageModel, drafter: Any) -> None:
       f"drafter={type(drafter).__name__} lacks {', '.join(missing)}; pass specjax.NGramDrafter(), "
       f"specjax.ModelDrafter(...), or num_draft_tokens=0 for plain sampling.{hint}"
     )
+  _leaves("drafter", drafter)
   for _, draft in _models(target, drafter)[1:]:
     if not vocabularies_match(draft.vocab_size, target.vocab_size):
       raise ValueError(
@@ -133,7 +148,9 @@ def _drafter(target: LanguageModel, drafter: Any) -> None:
       )
     hashes = draft.tokenizer_hash, target.tokenizer_hash
     if None not in hashes and hashes[0] != hashes[1]:
-      raise ValueError("the draft model and the target come with different tokenizers; their token ids mean other words.")
+      raise ValueError(
+        "the draft model and the target come with different tokenizers; their token ids mean other words."
+      )
 
 
 def _context(what: str, model: LanguageModel, limit: Any) -> None:
@@ -142,15 +159,22 @@ def _context(what: str, model: LanguageModel, limit: Any) -> None:
   row = int(np.argmax(limit))
   if limit[row] > model.context_length:
     raise ValueError(
-      f"row {row}: prompt and max_new_tokens make {limit[row]} tokens, the {what}'s context holds {model.context_length}."
+      f"row {row}: prompt and max_new_tokens make {limit[row]} tokens, "
+      f"the {what}'s context holds {model.context_length}."
     )
 
 
-def _prompts(prompt_tokens: ArrayLike, vocab_size: int) -> Any:
-  traced = isinstance(prompt_tokens, jax.core.Tracer)
-  prompts = prompt_tokens if traced else np.asarray(prompt_tokens)
+def _prompts(prompt_tokens: ArrayLike) -> Any:
+  try:
+    prompts = prompt_tokens if isinstance(prompt_tokens, jax.core.Tracer) else np.asarray(prompt_tokens)
+  except ValueError as error:
+    raise ValueError(
+      "prompt_tokens has rows of different lengths; it must be int32[B, P]: pad them on the right, pass prompt_lengths."
+    ) from error
   if prompts.ndim != 2 or prompts.shape[0] < 1 or prompts.shape[1] < 1:
-    raise ValueError(f"prompt_tokens has shape {prompts.shape}; it must be int32[B, P] with B >= 1 and P >= 1.")
+    raise ValueError(
+      f"prompt_tokens has shape {prompts.shape} and type {prompts.dtype}; it must be int32[B, P], B >= 1 and P >= 1."
+    )
   if not jnp.issubdtype(prompts.dtype, jnp.integer):
     raise TypeError(f"prompt_tokens has type {prompts.dtype}; it must hold integers.")
   return prompts
@@ -158,8 +182,10 @@ def _prompts(prompt_tokens: ArrayLike, vocab_size: int) -> Any:
 
 def _inside(prompts: Any, lengths: Any) -> Any:
   """The prompts with padding replaced by the row's first token: padding may hold any value."""
-  if isinstance(prompts, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+  if isinstance(prompts, jax.core.Tracer):
     return prompts
+  if isinstance(lengths, jax.core.Tracer):
+    return prompts[:, :1]  # all that is known to be no padding
   return np.where(np.arange(prompts.shape[1]) < lengths[:, None], prompts, prompts[:, :1])
 
 
@@ -172,21 +198,23 @@ def _lengths(prompt_lengths: ArrayLike | None, batch: int, width: int) -> Any:
   return _range("prompt_lengths", lengths, 1, width, "the width of prompt_tokens")
 
 
-def _max_new_tokens(max_new_tokens: ArrayLike, batch: int) -> Any:
+def _max_new_tokens(max_new_tokens: ArrayLike, batch: int, width: int) -> Any:
   if isinstance(max_new_tokens, jax.core.Tracer):
     raise TypeError(
-      "max_new_tokens is traced, but it decides the shape of the result: pass an int or a numpy array (close over it or "
-      "make it a static argument); within a program use specjax.init and specjax.step, whose limit is dynamic."
+      "max_new_tokens is traced, but it decides the shape of the result: pass an int or a numpy array (close over it "
+      "or make it a static argument); within a program use specjax.init and specjax.step, whose limit is dynamic."
     )
-  return _range("max_new_tokens", _integers("max_new_tokens", max_new_tokens, batch), 0, 2**31 - 1, "int32")
+  values = _integers("max_new_tokens", max_new_tokens, batch)
+  return _range("max_new_tokens", values, 0, MAX_LENGTH - width, f"with the prompt at most {MAX_LENGTH}")
 
 
 def _integers(name: str, value: ArrayLike, batch: int) -> Any:
-  if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-    raise TypeError(f"{name} has type {jnp.result_type(value)}; it must hold integers.")
-  if np.shape(value) not in ((), (batch,)):
-    raise ValueError(f"{name} has shape {np.shape(value)}; allowed: a scalar or one value for each of {batch} rows.")
-  return value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+  value = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+  if not jnp.issubdtype(value.dtype, jnp.integer):
+    raise TypeError(f"{name}={value} has type {value.dtype}; it must hold integers that fit int32.")
+  if value.shape not in ((), (batch,)):
+    raise ValueError(f"{name} has shape {value.shape}; allowed: a scalar or one value for each of {batch} rows.")
+  return value
 
 
 def _range(name: str, values: Any, low: int, high: int, what: str) -> Any:
@@ -194,7 +222,7 @@ def _range(name: str, values: Any, low: int, high: int, what: str) -> Any:
   if isinstance(values, jax.core.Tracer):
     return values.astype(jnp.int32)
   bad = np.argwhere((values < low) | (values > high))
-  if bad.size:
+  if len(bad):  # not bad.size, which is 0 for a scalar
     where = f"[{', '.join(map(str, bad[0]))}]" if values.ndim else ""
     raise ValueError(f"{name}{where}={values[tuple(bad[0])]} is out of range: allowed {low} to {high} ({what}).")
   return values.astype(np.int32)
@@ -220,7 +248,7 @@ def _stop_ids(eos_id: int | Sequence[int] | None, vocab_size: int) -> np.ndarray
   for token in ids:
     if isinstance(token, bool) or not isinstance(token, numbers.Integral):
       raise TypeError(f"eos_id={eos_id!r} must be an int, a sequence of ints, or None.")
-  return _range("eos_id", np.asarray(ids, np.int64), 0, vocab_size - 1, "the target's vocabulary")
+  return _range("eos_id", np.array(ids, object), 0, vocab_size - 1, "the target's vocabulary")
 
 
 def _at_row(row: int, values: np.ndarray) -> str:
