@@ -29,13 +29,16 @@ def tabular(key: Array, vocab_size: int, *, order: int = 2, spread: float = 1.5)
 def from_table(table: Array) -> LanguageModel:
   """The language with logits float32[period, V+1, ..., V+1, V]: (position mod period, tokens oldest first, next token).
 
-  Token id V stands for "before the text". -inf forbids a token.
+  Token id V stands for "before the text". -inf forbids a token. Raises ValueError for a table of another shape.
   """
+  vocab_size = table.shape[-1]
+  if table.ndim < 2 or any(size != vocab_size + 1 for size in table.shape[1:-1]):
+    raise ValueError(f"table has shape {table.shape}; it must be [period, V+1, ..., V+1, V].")
   return LanguageModel(
     params=jnp.asarray(table, jnp.float32),
     apply=_apply,
     init_cache=_init_cache,
-    vocab_size=table.shape[-1],
+    vocab_size=vocab_size,
   )
 
 
@@ -58,7 +61,9 @@ def _apply(params: Array, tokens: Array, cache: Array, start: Array) -> tuple[Ar
 
 def sequences(vocab_size: int, length: int) -> np.ndarray:
   """All continuations of `length` tokens, int32[V^length, length], the last token varying fastest."""
-  return np.array(list(itertools.product(range(vocab_size), repeat=length)), np.int32).reshape(-1, length)
+  return np.array(list(itertools.product(range(vocab_size), repeat=length)), np.int32).reshape(
+    vocab_size**length, length
+  )
 
 
 def law(
@@ -72,8 +77,11 @@ def law(
   """The exact law of plain sampling: continuation -> probability, over all of up to `length` tokens.
 
   A continuation ends at its first stop token. Works for any `LanguageModel`; V^length continuations are scored, in
-  float32 a step and float64 over the steps. The warp's fields are scalars.
+  float32 a step and float64 over the steps. The warp's fields are scalars. Raises ValueError for a prompt that is empty
+  or holds ids that the model lacks.
   """
+  if not prompt or not all(0 <= token < model.vocab_size for token in prompt):
+    raise ValueError(f"prompt={prompt} must hold one token or more, of 0 to {model.vocab_size - 1}.")
   ends = sequences(model.vocab_size, length)
   tokens = jnp.concatenate([jnp.tile(jnp.asarray(prompt, jnp.int32), (len(ends), 1)), ends], axis=1)
   log_p = np.asarray(_scores(model, tokens, warp.per_row(len(ends))), np.float64)[:, len(prompt) - 1 :]
