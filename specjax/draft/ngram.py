@@ -26,8 +26,9 @@ class NGramDrafter:
   min_ngram: int = dataclasses.field(default=1, metadata={"static": True})
 
   def __post_init__(self):
-    if not 1 <= self.min_ngram <= self.max_ngram:
-      raise ValueError(f"need 1 <= min_ngram <= max_ngram, got min_ngram={self.min_ngram}, max_ngram={self.max_ngram}.")
+    low, high = self.min_ngram, self.max_ngram
+    if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high):
+      raise ValueError(f"need integers 1 <= min_ngram <= max_ngram, got min_ngram={low!r}, max_ngram={high!r}.")
 
   def init(self, batch: int, max_length: int) -> DraftState:
     del batch, max_length
