@@ -48,7 +48,7 @@ class LanguageModel:
 
 
 def run(model: LanguageModel, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
-  """One pass of `model` over tokens[B, T] from start[B], after rolling its state back to `start` where that takes work."""
+  """One pass of `model` over tokens[B, T] from start[B], rewound to `start` first if it is a model that must be."""
   if model.rewind is not None:
     cache = model.rewind(cache, start)
   return model.apply(model.params, tokens, cache, start)

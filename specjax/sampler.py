@@ -214,8 +214,19 @@ def sample(
 
 @functools.partial(jax.jit, static_argnames=("max_length", "num_draft_tokens", "verifier", "prefill_chunk"))
 def _sample(
-  target, drafter, prompt_tokens, key, prompt_lengths, limit, warp, stop_ids,
-  *, max_length, num_draft_tokens, verifier, prefill_chunk,
+  target,
+  drafter,
+  prompt_tokens,
+  key,
+  prompt_lengths,
+  limit,
+  warp,
+  stop_ids,
+  *,
+  max_length,
+  num_draft_tokens,
+  verifier,
+  prefill_chunk,
 ) -> SampleResult:
   state = init(
     target, drafter, prompt_tokens, key=key, prompt_lengths=prompt_lengths, limit=limit, warp=warp, stop_ids=stop_ids,
@@ -291,7 +302,7 @@ def _verify(verifier: Verifier, log_p: Array, proposal: Proposal, key: Array) ->
 
 
 def _commit(state: SpecState, proposal: Proposal, log_p: Array, verdict: Verdict) -> tuple[SpecState, RoundInfo]:
-  """Emits the accepted drafts and the next token, up to a stop token or the row's limit, and counts what was emitted."""
+  """Emits the accepted drafts and the next token, up to a stop token or the row's limit, and counts what it emits."""
   batch, gamma = proposal.tokens.shape
   index = jnp.arange(gamma + 1)[None]
   num_accepted = verdict.num_accepted[:, None]

@@ -29,8 +29,8 @@ class ModelDrafter:
     return prefill(self.model, state, tokens, lengths, chunk)
 
   def propose(self, state: DraftState, context: Context, num_draft_tokens: int) -> Proposal:
-    # After full acceptance the model has not seen its own last draft, so the first pass feeds the last two tokens; a
-    # second feeding of a token rewrites what the cache holds. A row of length 1 feeds its only token and garbage behind.
+    # After full acceptance the model has not seen its own last draft, so the first pass feeds the last two tokens;
+    # feeding a token again rewrites what the cache holds. A row of length 1 feeds its only token, and garbage behind.
     start = jnp.maximum(context.length - 2, 0)
     logits, cache = run(self.model, take_window(context.tokens, start, 2), state, start)
     last = context.length - 1 - start

@@ -4,6 +4,7 @@ Each has one meaning and two forms; `Options` says which. Forms differ in roundi
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 ATTENTION_BLOCK = 256  # cache slots a step of the CPU form
-UNROLLED_ROWS = 8  # vmap makes a scatter of a cache write, which runs element by element on a CPU; up to here, one write a row
+UNROLLED_ROWS = (
+  8  # vmap makes a scatter of a cache write, which runs element by element on a CPU; up to here, one write a row
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,32 +105,31 @@ def _attend_blocks(q: Array, k: Array, v: Array, limit: Array) -> Array:
   batch, kv_heads, width, group, depth = q.shape
   size = min(ATTENTION_BLOCK, k.shape[2])
   pairs = [(b, n) for b in range(batch) for n in range(kv_heads)]
-  queries = {(b, n): q[b, n].reshape(width * group, depth) for b, n in pairs}
-  limits = jnp.repeat(limit, group, axis=1)[:, :, None]  # [B, T*G, 1]
+  queries = q.reshape(len(pairs), width * group, depth)
+  limits = jnp.repeat(jnp.repeat(limit, group, axis=1), kv_heads, axis=0)[:, :, None]  # [B*K, T*G, 1]
 
-  def block(i: Array, carry):
+  def block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    total, norm, top = carry
     # The last block starts early enough to fit; the slots it shares with the one before are masked.
     at = jnp.minimum(i * size, k.shape[2] - size)
-    slot = at + jnp.arange(size)[None]
-    fresh = slot >= i * size
-    out = {}
-    for b, n in pairs:
-      total, norm, top = carry[b, n]
-      keys = lax.dynamic_slice(k, (b, n, at, 0), (1, 1, size, depth)).reshape(size, depth)
-      values = lax.dynamic_slice(v, (b, n, at, 0), (1, 1, size, depth)).reshape(size, depth)
-      scores = lax.dot_general(queries[b, n], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-      scores = jnp.where(fresh & (slot < limits[b]), scores, -jnp.inf)
-      new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-      weights = jnp.exp(scores - new_top)
-      shrink = jnp.exp(top - new_top)
-      new_total = total * shrink + jnp.dot(weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
-      out[b, n] = new_total, norm * shrink + weights.sum(-1, keepdims=True), new_top
-    return out
+    slot = at + jnp.arange(size)[None, None]
 
-  rows = (width * group, 1)
+    def own(cache: Array, b: int, n: int) -> Array:
+      return lax.dynamic_slice(cache, (b, n, at, 0), (1, 1, size, depth)).reshape(size, depth)
+
+    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    scores = jnp.stack([dot(queries[p], own(k, *pair).T) for p, pair in enumerate(pairs)])
+    scores = jnp.where((slot >= i * size) & (slot < limits), scores, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - new_top)
+    shrink = jnp.exp(top - new_top)
+    norm = norm * shrink + weights.sum(-1, keepdims=True)
+    weights = weights.astype(v.dtype)
+    total = total * shrink + jnp.stack([dot(weights[p], own(v, *pair)) for p, pair in enumerate(pairs)])
+    return total, norm, new_top
+
   # Slot 0 is visible to every query, so `top` is finite after the first block.
-  empty = jnp.zeros((width * group, depth)), jnp.zeros(rows), jnp.full(rows, -jnp.inf)
-  count = -(-limit.max() // size)
-  carry = lax.fori_loop(0, count, block, dict.fromkeys(pairs, empty))
-  out = jnp.stack([carry[pair][0] / carry[pair][1] for pair in pairs]).astype(q.dtype)
-  return out.reshape(batch, kv_heads, width, group, depth)
+  rows = queries.shape[:2]
+  carry = jnp.zeros((*rows, depth)), jnp.zeros((*rows, 1)), jnp.full((*rows, 1), -jnp.inf)
+  total, norm, _ = lax.fori_loop(0, -(-limit.max() // size), block, carry)
+  return (total / norm).astype(q.dtype).reshape(q.shape)

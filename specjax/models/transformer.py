@@ -1,7 +1,7 @@
 """The decoder family in flax: llama, qwen2, qwen3 and gpt2 by configuration, and its seam to the sampler.
 
-`Decoder` is an ordinary nnx module; `as_language_model` splits it into parameters and pure functions. Checkpoint formats
-live in their own modules, the forms of the expensive operations in `ops`.
+`Decoder` is an ordinary nnx module; `as_language_model` splits it into parameters and pure functions. Checkpoint
+formats live in their own modules, the forms of the expensive operations in `ops`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from flax import nnx
 from jax import Array, lax
 
@@ -28,12 +29,16 @@ def _last_axis(vector: nnx.Param, like: Array) -> Array:
   return jnp.expand_dims(vector[...], range(like.ndim - 1))
 
 
+def _weight(initializer, shape: tuple[int, ...], dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+  """Without rngs, zeros that a checkpoint replaces: tracing 200 initialisers takes seconds."""
+  return nnx.Param(jnp.zeros(shape, dtype) if rngs is None else initializer(rngs.params(), shape, dtype))
+
+
 class Linear(nnx.Module):
   """y = x W^T + b, W stored (out, in)."""
 
-  def __init__(self, width: int, out: int, *, use_bias: bool, dtype, rngs: nnx.Rngs):
-    init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
-    self.weight = nnx.Param(init(rngs.params(), (out, width), dtype))
+  def __init__(self, width: int, out: int, *, use_bias: bool, dtype, rngs: nnx.Rngs | None):
+    self.weight = _weight(nnx.initializers.lecun_normal(in_axis=1, out_axis=0), (out, width), dtype, rngs)
     self.bias = nnx.Param(jnp.zeros(out, dtype)) if use_bias else None
 
   def __call__(self, x: Array, options: Options) -> Array:
@@ -59,8 +64,10 @@ class Norm(nnx.Module):
 
 
 class Embed(nnx.Module):
-  def __init__(self, count: int, width: int, *, dtype, rngs: nnx.Rngs):
-    self.weight = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (count, width), dtype))
+  """One vector an id."""
+
+  def __init__(self, count: int, width: int, *, dtype, rngs: nnx.Rngs | None):
+    self.weight = _weight(nnx.initializers.normal(0.02), (count, width), dtype, rngs)
 
   def __call__(self, ids: Array) -> Array:
     # Behind a row's end ids and positions may be out of range; what they give is never read.
@@ -68,9 +75,9 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-  """One layer, in two halves around the cache: `project` to queries, keys and values, `finish` from what was attended."""
+  """One layer, in two halves around the cache: `project` to queries, keys and values; `finish` what was attended."""
 
-  def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+  def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs | None):
     c = self.config = config
     linear = functools.partial(Linear, dtype=dtype, rngs=rngs)
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -106,15 +113,22 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-  """tokens[B, T] at positions start[B].. over a cache -> logits float32[B, T, V]."""
+  """tokens[B, T] at positions start[B].. over a cache -> logits float32[B, T, V].
 
-  def __init__(self, config: DecoderConfig, *, options: Options | None = None, dtype=jnp.float32, rngs: nnx.Rngs):
+  rngs: for random weights; without them all weights are zero.
+  """
+
+  def __init__(
+    self, config: DecoderConfig, *, options: Options | None = None, dtype=jnp.float32, rngs: nnx.Rngs | None = None
+  ):
     c = self.config = config
     self.options = options or Options.for_backend()
     self.embed = Embed(c.vocab_size, c.d_model, dtype=dtype, rngs=rngs)
     self.positions = Embed(c.context_length, c.d_model, dtype=dtype, rngs=rngs) if c.position == "learned" else None
     if self.options.scan_layers:
-      make = nnx.split_rngs(splits=c.num_layers)(nnx.vmap(lambda rngs: Block(c, dtype=dtype, rngs=rngs)))
+      make = nnx.split_rngs(splits=c.num_layers)(
+        nnx.vmap(lambda rngs: Block(c, dtype=dtype, rngs=rngs), axis_size=c.num_layers)
+      )
       self.layers = make(rngs)
     else:
       self.layers = nnx.List([Block(c, dtype=dtype, rngs=rngs) for _ in range(c.num_layers)])
@@ -202,19 +216,19 @@ def from_checkpoint(
     names = [str(key.key) for key in path]
     if names[0] != "layers" or not options.scan_layers:
       return jnp.asarray(checkpoint.tensor(".".join(names)), dtype)
-    stacked = np.empty(leaf.shape, dtype)
+    stacked = np.empty(leaf.shape, dtype)  # filled layer by layer: one tensor at a time is held twice
     for i in range(config.num_layers):
       stacked[i] = checkpoint.tensor(".".join(["layers", str(i), *names[1:]]))
     return jnp.asarray(stacked)
 
-  abstract = nnx.eval_shape(lambda: Decoder(config, options=options, rngs=nnx.Rngs(0)))
-  params = jax.tree_util.tree_map_with_path(read, nnx.to_pure_dict(nnx.split(abstract)[1]))
+  _, shapes = _skeleton(config, options)
+  leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+  bar = tqdm.tqdm(leaves, desc=f"Loading {config.architecture}", unit=" tensors", leave=False, disable=None)
+  params = jax.tree.unflatten(tree, [read(path, leaf) for path, leaf in bar])
   return _language_model(config, options, params, checkpoint.tokenizer_hash)
 
 
-def _language_model(
-  config: DecoderConfig, options: Options, params: Any, tokenizer_hash: str | None
-) -> LanguageModel:
+def _language_model(config: DecoderConfig, options: Options, params: Any, tokenizer_hash: str | None) -> LanguageModel:
   apply, init_cache = _functions(config, options)
   return LanguageModel(
     params=params,
@@ -226,9 +240,16 @@ def _language_model(
   )
 
 
+@functools.cache
+def _skeleton(config: DecoderConfig, options: Options) -> tuple[nnx.GraphDef, Any]:
+  """A decoder's structure and the shapes of its parameters."""
+  graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, options=options)))
+  return graph, nnx.to_pure_dict(shapes)
+
+
 @functools.cache  # equal functions for equal configurations, so that a second load does not compile again
 def _functions(config: DecoderConfig, options: Options):
-  graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, options=options, rngs=nnx.Rngs(0))))
+  graph, _ = _skeleton(config, options)
 
   def apply(params: Any, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
     return nnx.merge(graph, params)(tokens, cache, start)
