@@ -194,7 +194,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = rich.console.Console(width=1000, no_color=True)  # else wrapped at 80 columns
   table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.MARKDOWN)
   for index, column in enumerate(columns):
-    table.add_column(rich.text.Text(column), justify="right" if index else "left")
+    # On a narrow terminal headers are broken into lines, names are not.
+    table.add_column(rich.text.Text(column), justify="right" if index else "left", no_wrap=not index)
   for row in rows:
     table.add_row(*map(rich.text.Text, row))
   console.print(rich.text.Text(title, style="bold"))
