@@ -222,7 +222,8 @@ def _llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
   qkv_bias = output_bias or is_qwen2
 
   def linear(name: str, out: int, width: int, use_bias: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (out, width)} | ({f"{name}.bias": (out,)} if use_bias else {})
+    bias: dict[str, tuple[int, ...]] = {f"{name}.bias": (out,)} if use_bias else {}
+    return {f"{name}.weight": (out, width), **bias}
 
   shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, d_model)}
   for i in range(config["num_hidden_layers"]):
