@@ -9,12 +9,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 ATTENTION_BLOCK = 256  # cache slots a step of the CPU form
-UNROLLED_ROWS = (
-  8  # vmap makes a scatter of a cache write, which runs element by element on a CPU; up to here, one write a row
-)
+# Heads of all rows that the CPU form attends side by side; more than these take turns, which compiles faster.
+UNROLLED_HEADS = 8
+# Rows with a cache write each; vmap makes a scatter of more, which a CPU runs element by element.
+UNROLLED_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +101,26 @@ def _attend_all(q: Array, k: Array, v: Array, limit: Array) -> Array:
 
 
 def _attend_blocks(q: Array, k: Array, v: Array, limit: Array) -> Array:
-  """A running softmax over blocks of slots, up to the last block that any query may read.
-
-  Products are two-dimensional, one for each row and head: batched ones with few rows fall to a slow path on a CPU.
-  """
+  """Two-dimensional products, one for each row and head: batched ones with few rows fall to a slow path on a CPU."""
   batch, kv_heads, width, group, depth = q.shape
-  size = min(ATTENTION_BLOCK, k.shape[2])
-  pairs = [(b, n) for b in range(batch) for n in range(kv_heads)]
-  queries = q.reshape(len(pairs), width * group, depth)
+  queries = q.reshape(batch * kv_heads, width * group, depth)
   limits = jnp.repeat(jnp.repeat(limit, group, axis=1), kv_heads, axis=0)[:, :, None]  # [B*K, T*G, 1]
+  row, head = np.divmod(np.arange(batch * kv_heads), kv_heads)
+  if len(row) <= UNROLLED_HEADS:
+    out = _attend_heads(queries, k, v, limits, row, head)
+  else:
+    one = lambda pair: _attend_heads(pair[0][None], k, v, pair[1][None], pair[2][None], pair[3][None])[0]  # noqa: E731
+    out = lax.map(one, (queries, limits, jnp.asarray(row), jnp.asarray(head)))
+  return out.reshape(q.shape)
+
+
+def _attend_heads(queries: Array, k: Array, v: Array, limits: Array, row: ArrayLike, head: ArrayLike) -> Array:
+  """Attention of queries[N, R, h] to head `head[n]` of row `row[n]`: slots below limits[N, R, 1].
+
+  A running softmax over blocks of slots (arXiv 1805.02867), up to the last block that any of these queries may read.
+  """
+  count, size, depth = len(queries), min(ATTENTION_BLOCK, k.shape[2]), k.shape[3]
+  dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
   def block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     total, norm, top = carry
@@ -114,22 +128,21 @@ def _attend_blocks(q: Array, k: Array, v: Array, limit: Array) -> Array:
     at = jnp.minimum(i * size, k.shape[2] - size)
     slot = at + jnp.arange(size)[None, None]
 
-    def own(cache: Array, b: int, n: int) -> Array:
-      return lax.dynamic_slice(cache, (b, n, at, 0), (1, 1, size, depth)).reshape(size, depth)
+    def own(cache: Array, n: int) -> Array:
+      return lax.dynamic_slice(cache, (row[n], head[n], at, 0), (1, 1, size, depth)).reshape(size, depth)
 
-    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    scores = jnp.stack([dot(queries[p], own(k, *pair).T) for p, pair in enumerate(pairs)])
+    scores = jnp.stack([dot(queries[n], own(k, n).T) for n in range(count)])
     scores = jnp.where((slot >= i * size) & (slot < limits), scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - new_top)
     shrink = jnp.exp(top - new_top)
     norm = norm * shrink + weights.sum(-1, keepdims=True)
     weights = weights.astype(v.dtype)
-    total = total * shrink + jnp.stack([dot(weights[p], own(v, *pair)) for p, pair in enumerate(pairs)])
+    total = total * shrink + jnp.stack([dot(weights[n], own(v, n)) for n in range(count)])
     return total, norm, new_top
 
   # Slot 0 is visible to every query, so `top` is finite after the first block.
   rows = queries.shape[:2]
   carry = jnp.zeros((*rows, depth)), jnp.zeros((*rows, 1)), jnp.full((*rows, 1), -jnp.inf)
-  total, norm, _ = lax.fori_loop(0, -(-limit.max() // size), block, carry)
-  return (total / norm).astype(q.dtype).reshape(q.shape)
+  total, norm, _ = lax.fori_loop(0, -(-limits.max() // size), block, carry)
+  return (total / norm).astype(queries.dtype)
