@@ -322,4 +322,8 @@ if __name__ == "__main__":
 
   _DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.py"
   _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment's settings.")
-  app.run(lambda _: run(_CONFIG.value))
+
+  def main(_: Sequence[str]) -> None:
+    run(_CONFIG.value)
+
+  app.run(main)
