@@ -72,7 +72,8 @@ def request(
     _context(what, model, limit)
   if num_draft_tokens:
     _drafter(target, drafter)
-  return Request(prompts, lengths, limit, _stop_ids(eos_id, target.vocab_size), longest)
+  # One type for all, so that it decides about no program; padding that int32 can't hold may wrap around.
+  return Request(prompts.astype(np.int32), lengths, limit, _stop_ids(eos_id, target.vocab_size), longest)
 
 
 def warp_settings(warp: Warp, batch: int) -> None:
