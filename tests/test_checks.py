@@ -1,0 +1,346 @@
+"""What `sample` refuses, with which words and before anything is traced or compiled; and odd input that it takes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import checks, sampler, verify
+from specjax.models import tabular
+
+V = 5
+PROMPTS = np.array([[1, 2, 3], [4, 0, 0]], np.int32)
+compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+  lambda event, _, **__: compiled.append(event) if "compile" in event else None
+)
+
+
+def untraceable(vocab_size=V, **fields):
+  """A model that must not even be looked into."""
+
+  def never(*_):
+    raise AssertionError("traced")
+
+  return specjax.LanguageModel(np.zeros(3, np.float32), never, never, vocab_size, **fields)
+
+
+def refuse(monkeypatch, error, words, **changes):
+  """`sample` raises `error` with all `words` in its message, neither calling the program nor compiling anything."""
+  monkeypatch.setattr(sampler, "_sample", lambda *_, **__: pytest.fail("the program was called"))
+  given = {"prompt_tokens": PROMPTS, "key": jax.random.key(0), "prompt_lengths": np.array([3, 1]), "max_new_tokens": 4}
+  target, drafter = changes.pop("target", untraceable()), changes.pop("drafter", specjax.NGramDrafter())
+  before = len(compiled)
+  with pytest.raises(error) as raised:
+    specjax.sample(target, drafter, **(given | changes))
+  assert len(compiled) == before
+  message = str(raised.value)
+  assert all(word in message for word in words), message
+
+
+def prompts(*rows):
+  return {"prompt_tokens": np.array(rows), "prompt_lengths": None}
+
+
+PROMPT_ERRORS = {
+  "one row as a vector": ({"prompt_tokens": np.array([1, 2, 3])}, ValueError, ["(3,)", "[B, P]"]),
+  "no rows": ({"prompt_tokens": np.zeros((0, 3), np.int32)}, ValueError, ["(0, 3)", "B >= 1"]),
+  "no columns": ({"prompt_tokens": np.zeros((2, 0), np.int32)}, ValueError, ["(2, 0)", "P >= 1"]),
+  "three axes": ({"prompt_tokens": np.zeros((2, 3, 1), np.int32)}, ValueError, ["(2, 3, 1)", "[B, P]"]),
+  "ragged lists": ({"prompt_tokens": [[1, 2], [3]]}, ValueError, ["different lengths", "pad", "prompt_lengths"]),
+  "text": ({"prompt_tokens": "hello"}, ValueError, ["prompt_tokens", "<U5", "int32"]),
+  "nothing": ({"prompt_tokens": None}, ValueError, ["prompt_tokens", "object", "int32"]),
+  "floats": ({"prompt_tokens": PROMPTS.astype(np.float32)}, TypeError, ["float32", "integers"]),
+  "bools": ({"prompt_tokens": PROMPTS > 1}, TypeError, ["bool", "integers"]),
+  "id too large": (prompts([0, 1], [2, V]), ValueError, ["prompt_tokens[1, 1]=5", "0 to 4", "vocabulary"]),
+  "id negative": (prompts([0, -1], [2, 3]), ValueError, ["prompt_tokens[0, 1]=-1", "0 to 4"]),
+  "id beyond int32": (prompts([0, 1], [2, 2**32]), ValueError, ["prompt_tokens[1, 1]=4294967296", "0 to 4"]),
+  "id beyond int64": ({"prompt_tokens": [[2**70]]}, TypeError, ["prompt_tokens", "integers"]),
+}
+
+LENGTH_ERRORS = {
+  "prompt of length 0": ({"prompt_lengths": np.array([3, 0])}, ValueError, ["prompt_lengths[1]=0", "1 to 3"]),
+  "length negative": ({"prompt_lengths": np.array([-1, 1])}, ValueError, ["prompt_lengths[0]=-1", "1 to 3"]),
+  "length beyond P": ({"prompt_lengths": np.array([3, 4])}, ValueError, ["prompt_lengths[1]=4", "1 to 3", "width"]),
+  "length beyond int32": ({"prompt_lengths": np.array([3, 2**32 + 1])}, ValueError, ["4294967297", "1 to 3"]),
+  "one length for all": ({"prompt_lengths": 3}, ValueError, ["prompt_lengths", "()", "int32[2]"]),
+  "too few lengths": ({"prompt_lengths": np.array([3])}, ValueError, ["prompt_lengths", "(1,)", "2 rows"]),
+  "too many lengths": ({"prompt_lengths": np.array([3, 1, 1])}, ValueError, ["prompt_lengths", "(3,)", "2 rows"]),
+  "float lengths": ({"prompt_lengths": np.array([3.0, 1.0])}, TypeError, ["prompt_lengths", "float64", "integers"]),
+  "max_new negative": ({"max_new_tokens": -1}, ValueError, ["max_new_tokens=-1", "0 to"]),
+  "max_new negative in a row": ({"max_new_tokens": np.array([2, -3])}, ValueError, ["max_new_tokens[1]=-3", "0 to"]),
+  "max_new one axis too many": ({"max_new_tokens": np.array([[2, 3]])}, ValueError, ["max_new_tokens", "(1, 2)"]),
+  "max_new of another batch": ({"max_new_tokens": np.array([2, 3, 4])}, ValueError, ["max_new_tokens", "(3,)", "2"]),
+  "max_new float": ({"max_new_tokens": 4.0}, TypeError, ["max_new_tokens=4.0", "integers"]),
+  "max_new bool": ({"max_new_tokens": True}, TypeError, ["max_new_tokens=True", "integers"]),
+  "max_new missing": ({"max_new_tokens": None}, TypeError, ["max_new_tokens=None", "integers"]),
+  "max_new text": ({"max_new_tokens": "4"}, TypeError, ["max_new_tokens=4", "integers"]),
+  "max_new fills int32": ({"max_new_tokens": 2**31 - 1}, ValueError, ["max_new_tokens=2147483647", "0 to"]),
+  "max_new beyond int32": ({"max_new_tokens": 2**40}, ValueError, ["max_new_tokens=1099511627776", "0 to"]),
+  "max_new beyond int64": ({"max_new_tokens": 2**70}, TypeError, ["max_new_tokens", "int32"]),
+  "max_length too small": ({"max_length": 8}, ValueError, ["max_length=8", "66"]),
+  "gamma negative": ({"num_draft_tokens": -1}, ValueError, ["num_draft_tokens=-1", "at least 0"]),
+  "gamma bool": ({"num_draft_tokens": True}, TypeError, ["num_draft_tokens=True", "int"]),
+  "gamma float": ({"num_draft_tokens": 4.0}, TypeError, ["num_draft_tokens=4.0", "int"]),
+  "gamma an array": ({"num_draft_tokens": np.array([4])}, TypeError, ["num_draft_tokens", "int"]),
+  "chunk of nothing": ({"prefill_chunk": 0}, ValueError, ["prefill_chunk=0", "at least 1"]),
+}
+
+KEY_ERRORS = {
+  "raw key": ({"key": np.array([0, 1], np.uint32)}, TypeError, ["uint32", "jax.random.key"]),
+  "old-style key": ({"key": jax.random.PRNGKey(0)}, TypeError, ["uint32", "jax.random.key"]),
+  "a seed": ({"key": 0}, TypeError, ["int", "jax.random.key"]),
+  "no key": ({"key": None}, TypeError, ["NoneType", "jax.random.key"]),
+  "three keys": ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, ["(3,)", "2 rows"]),
+  "a square of keys": ({"key": jax.random.split(jax.random.key(0), (2, 2))}, ValueError, ["(2, 2)", "2 rows"]),
+}
+
+STOP_ERRORS = {
+  "stop id too large": ({"eos_id": V}, ValueError, ["eos_id", "=5", "0 to 4"]),
+  "stop id negative": ({"eos_id": (1, -1)}, ValueError, ["eos_id[1]=-1", "0 to 4"]),
+  "stop id beyond int64": ({"eos_id": 2**70}, ValueError, ["eos_id", str(2**70), "0 to 4"]),
+  "stop id float": ({"eos_id": 2.0}, TypeError, ["eos_id=2.0", "int"]),
+  "stop id bool": ({"eos_id": (True,)}, TypeError, ["eos_id=(True,)", "int"]),
+  "stop id text": ({"eos_id": "</s>"}, TypeError, ["eos_id='</s>'", "int"]),
+  "stop ids nested": ({"eos_id": [(1, 2)]}, TypeError, ["eos_id=[(1, 2)]", "int"]),
+}
+
+
+def undeclared(*_):
+  """A rule that does not say whether it is lossless."""
+
+
+RULE_ERRORS = {
+  "unknown rule": ({"verifier": "tokens"}, ValueError, ["verifier='tokens'", "token"]),
+  "no rule": ({"verifier": None}, TypeError, ["verifier=None", "lossless"]),
+  "undeclared rule": ({"verifier": undeclared}, TypeError, ["undeclared", "lossless", "declare"]),
+  "undeclared partial": ({"verifier": functools.partial(undeclared)}, TypeError, ["lossless", "declare"]),
+}
+
+
+@pytest.mark.parametrize("name", [*PROMPT_ERRORS, *LENGTH_ERRORS, *KEY_ERRORS, *STOP_ERRORS, *RULE_ERRORS])
+def test_bad_arguments(monkeypatch, name):
+  changes, error, words = (PROMPT_ERRORS | LENGTH_ERRORS | KEY_ERRORS | STOP_ERRORS | RULE_ERRORS)[name]
+  refuse(monkeypatch, error, words, **changes)
+
+
+ROWS = {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}
+WARP_ERRORS = [
+  ("temperature", -1.0, ValueError, ["-1.0", ">= 0"]),
+  ("temperature", -1e-9, ValueError, ["-1e-09", ">= 0"]),
+  ("temperature", float("nan"), ValueError, ["nan", "finite"]),
+  ("temperature", float("inf"), ValueError, ["inf", "finite"]),
+  ("temperature", 1e39, ValueError, ["1e+39", "float32"]),  # infinite in float32
+  ("temperature", np.array([1.0, np.nan]), ValueError, ["nan at row 1", "finite"]),
+  ("temperature", jnp.array([-0.5, 1.0]), ValueError, ["-0.5 at row 0", ">= 0"]),
+  ("temperature", True, TypeError, ["bool", "float32"]),
+  ("temperature", 1j, TypeError, ["complex64", "float32"]),
+  ("top_p", 0.0, ValueError, ["0.0", "(0, 1]"]),
+  ("top_p", -0.1, ValueError, ["-0.1", "(0, 1]"]),
+  ("top_p", 1.01, ValueError, ["1.01", "(0, 1]"]),
+  ("top_p", float("nan"), ValueError, ["nan", "(0, 1]"]),
+  ("top_p", 1e-50, ValueError, ["1e-50", "(0, 1]"]),  # 0 in float32
+  ("top_p", np.array([0.5, 0.0]), ValueError, ["0.0 at row 1", "(0, 1]"]),
+  ("top_k", -1, ValueError, ["-1", "from 0"]),
+  ("top_k", np.array([3, -2]), ValueError, ["-2 at row 1", "from 0"]),
+  ("top_k", np.int64(2**40), ValueError, [str(2**40), "2**31 - 1"]),  # int32 would make it 0
+  ("top_k", 2**70, ValueError, [str(2**70), "2**31 - 1"]),
+  ("top_k", 2.0, TypeError, ["float32", "integer"]),
+  ("top_k", True, TypeError, ["bool", "integer"]),
+  ("min_p", -0.1, ValueError, ["-0.1", "[0, 1]"]),
+  ("min_p", 1.1, ValueError, ["1.1", "[0, 1]"]),
+  ("min_p", float("nan"), ValueError, ["nan", "[0, 1]"]),
+  *((name, [value] * 2, TypeError, [str(value), "array"]) for name, value in ROWS.items()),
+  *((name, None, TypeError, ["None"]) for name in ROWS),
+  *((name, "1", TypeError, ["'1'"]) for name in ROWS),
+  *((name, np.array([value] * 3), ValueError, ["(3,)", "2 rows"]) for name, value in ROWS.items()),
+  *((name, np.array([[value, value]]), ValueError, ["(1, 2)", "2 rows"]) for name, value in ROWS.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "words"), WARP_ERRORS)
+def test_bad_warps(monkeypatch, name, value, error, words):
+  refuse(monkeypatch, error, [f"warp.{name}", *words], warp=specjax.Warp(**{name: value}))
+
+
+@pytest.mark.parametrize("warp", [None, 1.0, {"temperature": 1.0}, (1.0, 0, 1.0, 0.0)])
+def test_a_warp_of_another_type(monkeypatch, warp):
+  refuse(monkeypatch, TypeError, ["specjax.Warp", type(warp).__name__], warp=warp)
+
+
+@pytest.mark.parametrize("target", ["smollm2-135m", None, specjax.ModelDrafter(untraceable())])
+def test_a_target_of_another_type(monkeypatch, target):
+  refuse(monkeypatch, TypeError, ["target", type(target).__name__, "specjax.load_model"], target=target)
+
+
+def test_a_target_that_is_no_pytree_of_arrays(monkeypatch):
+  target = dataclasses.replace(untraceable(), params={"weight": "model.gguf"})
+  refuse(monkeypatch, TypeError, ["target", "'model.gguf'", "arrays"], target=target)
+
+
+DRAFTER_ERRORS = {
+  "none": (None, TypeError, ["NoneType", "NGramDrafter", "num_draft_tokens=0"]),
+  "a model": (untraceable(), TypeError, ["LanguageModel", "specjax.ModelDrafter(model)"]),
+  "a name": ("ngram", TypeError, ["str", "NGramDrafter"]),
+  "a class": (specjax.NGramDrafter, TypeError, ["NGramDrafter", "instance"]),
+  "a model by name": (specjax.ModelDrafter("smollm2-135m"), TypeError, ["'smollm2-135m'", "loaded"]),  # type: ignore
+  "another vocabulary": (specjax.ModelDrafter(untraceable(2000)), ValueError, ["2000", "5", "tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTER_ERRORS)
+def test_bad_drafters(monkeypatch, name):
+  drafter, error, words = DRAFTER_ERRORS[name]
+  refuse(monkeypatch, error, words, drafter=drafter)
+
+
+def test_different_tokenizers(monkeypatch):
+  drafter = specjax.ModelDrafter(untraceable(tokenizer_hash="a"))
+  refuse(monkeypatch, ValueError, ["different tokenizers"], target=untraceable(tokenizer_hash="b"), drafter=drafter)
+
+
+@pytest.mark.parametrize("max_new", [5, 2**30 - 3, np.array([5, 0]), np.array([0, 10])])
+def test_beyond_the_context(monkeypatch, max_new):
+  """Row 0 holds 3 tokens, row 1 one; the context 7. Limits that are summed in int32 must not wrap around."""
+  totals = np.add(max_new, [3, 1])
+  row, total = int(totals.argmax()), int(totals.max())
+  small = untraceable(context_length=7)
+  refuse(
+    monkeypatch, ValueError, [f"row {row}", f"{total} tokens", "target", "7"], target=small, max_new_tokens=max_new
+  )
+  drafter = specjax.ModelDrafter(small)
+  refuse(monkeypatch, ValueError, [f"row {row}", "draft model", "7"], drafter=drafter, max_new_tokens=max_new)
+
+
+@pytest.mark.parametrize(
+  ("draft", "target", "match"),
+  [
+    (6, 8, True),
+    (8, 6, True),
+    (49_152, 49_152, True),
+    (50_257, 50_304, True),  # to a multiple of 64
+    (151_936, 152_064, True),  # two sizes of one family, to multiples of 128 and 512
+    (32_000, 32_001, False),
+    (32_000, 50_257, False),
+    (5, 2000, False),
+    (1000, 3072, False),
+  ],
+)
+def test_vocabularies_match_up_to_padding(draft, target, match):
+  assert checks.vocabularies_match(draft, target) == match
+
+
+def test_traced_sizes_are_refused(monkeypatch):
+  monkeypatch.setattr(sampler, "_sample", lambda *_, **__: pytest.fail("the program was called"))
+  call = functools.partial(specjax.sample, untraceable(), specjax.NGramDrafter(), PROMPTS, key=jax.random.key(0))
+  with pytest.raises(TypeError, match=r"max_new_tokens is traced.*specjax\.init"):
+    jax.jit(lambda n: call(max_new_tokens=n))(4)
+  with pytest.raises(TypeError, match=r"num_draft_tokens=.*int"):
+    jax.jit(lambda n: call(num_draft_tokens=n))(4)
+
+
+traces: list[int] = []
+
+
+@functools.cache
+def language():
+  """A toy that notes when it is traced."""
+  model = tabular.tabular(jax.random.key(7), V)
+
+  def apply(*arguments):
+    traces.append(1)
+    return model.apply(*arguments)
+
+  return dataclasses.replace(model, apply=apply)
+
+
+def sample(prompt_tokens=PROMPTS, prompt_lengths=(3, 1), **settings):
+  settings = {"max_new_tokens": 4, "num_draft_tokens": 2, "max_length": 128} | settings
+  drafter = settings.pop("drafter", specjax.NGramDrafter())
+  lengths = np.array(prompt_lengths) if isinstance(prompt_lengths, tuple) else prompt_lengths
+  return specjax.sample(language(), drafter, prompt_tokens, key=jax.random.key(0), prompt_lengths=lengths, **settings)
+
+
+def same(left, right):
+  jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+FORMS = {
+  "jax arrays": lambda: sample(jnp.asarray(PROMPTS), jnp.array([3, 1]), max_new_tokens=jnp.array([4, 4])),
+  "lists": lambda: sample(PROMPTS.tolist(), [3, 1], max_new_tokens=[4, 4]),
+  "int64": lambda: sample(PROMPTS.astype(np.int64), np.array([3, 1], np.int64), max_new_tokens=np.int64(4)),
+  "unsigned bytes": lambda: sample(PROMPTS.astype(np.uint8), np.array([3, 1], np.uint8)),
+  "any padding": lambda: sample(np.array([[1, 2, 3], [4, -7, 2**40]])),
+  "no stop tokens": lambda: sample(eos_id=()),
+  "filters that keep all": lambda: sample(warp=specjax.Warp(top_k=2**31 - 1, top_p=1 + 1e-12)),
+  "a rule by function": lambda: sample(verifier=verify.token),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_the_same_call(form):
+  """The same result from the same program."""
+  expected = sample()
+  before = len(traces)
+  same(FORMS[form](), expected)
+  assert len(traces) == before > 0
+
+
+def test_settings_by_row():
+  warp = specjax.Warp(np.ones(2), np.zeros(2, np.uint8), jnp.ones(2), np.float16(0))
+  same(sample(warp=warp), sample())
+
+
+def test_lengths_default_to_the_width():
+  same(sample(prompt_lengths=None), sample(prompt_lengths=(3, 3)))
+
+
+def test_no_new_tokens():
+  result = sample(max_new_tokens=0)
+  np.testing.assert_array_equal(result.tokens, [[1, 2, 3], [4, 0, 0]])
+  np.testing.assert_array_equal(result.lengths, [3, 1])
+  np.testing.assert_array_equal(result.stats.rounds, 0)
+  mixed = sample(max_new_tokens=np.array([0, 2]))
+  np.testing.assert_array_equal(mixed.lengths, [3, 3])
+  np.testing.assert_array_equal(mixed.tokens[0], [1, 2, 3, 0, 0])
+
+
+def test_prompts_of_one_token():
+  same(sample(np.array([[1], [4]]), None).tokens[1, :5], sample(np.array([[1, 2, 3], [4, 0, 0]])).tokens[1, :5])
+
+
+def test_a_stop_token_as_number_or_sequence():
+  expected = sample(eos_id=2)
+  for eos_id in [(2,), [2], np.int64(2), range(2, 3)]:
+    same(sample(eos_id=eos_id), expected)
+
+
+def test_context_and_buffer_may_be_filled_to_the_last_slot():
+  exact = dataclasses.replace(language(), context_length=7)
+  fill = functools.partial(
+    specjax.sample, exact, specjax.NGramDrafter(), PROMPTS, key=jax.random.key(0), num_draft_tokens=2, prefill_chunk=2
+  )
+  filled = fill(max_new_tokens=4, max_length=10)
+  np.testing.assert_array_equal(filled.lengths, [7, 7])
+  np.testing.assert_array_equal(filled.tokens, sample(prompt_lengths=None).tokens)
+  with pytest.raises(ValueError, match=r"max_length=9.*10"):
+    fill(max_new_tokens=4, max_length=9)
+
+
+def test_no_drafter_is_needed_without_drafts():
+  result = sample(num_draft_tokens=0, drafter=None)
+  np.testing.assert_array_equal(result.lengths, [7, 5])
+  assert result.stats.tested.shape == (2, 0)
+
+
+def test_padding_is_not_judged_under_an_outer_jit():
+  """Lengths that are traced hide what is padding; whatever is no padding for sure is checked still."""
+  padded = np.array([[1, 2, 3], [4, -7, 99]])
+  same(jax.jit(lambda lengths: sample(padded, lengths))(np.array([3, 1])).tokens, sample().tokens)
+  with pytest.raises(ValueError, match=r"prompt_tokens\[1, 0\]=9 "):
+    jax.jit(lambda lengths: sample(np.array([[1, 2], [9, 2]]), lengths))(np.array([2, 1]))
