@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import scipy.stats
@@ -17,7 +18,7 @@ def continuations(result: SampleResult, prompt_lengths: Iterable[int]) -> list[t
   return [tuple(row[start:end].tolist()) for row, start, end in zip(tokens, prompt_lengths, lengths, strict=True)]
 
 
-def p_value(observations: Iterable[Hashable], law: Mapping[Hashable, float]) -> float:
+def p_value(observations: Iterable[Hashable], law: Mapping[Any, float]) -> float:
   """Chi-square p-value of the observations under `law`; outcomes of fewer than 5 expected are pooled.
 
   0 if something was observed that the law excludes.
@@ -39,7 +40,7 @@ def p_value(observations: Iterable[Hashable], law: Mapping[Hashable, float]) -> 
   return float(scipy.stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
 
 
-def assert_follows(observations: Iterable[Hashable], law: Mapping[Hashable, float]) -> None:
+def assert_follows(observations: Iterable[Hashable], law: Mapping[Any, float]) -> None:
   """Fails, showing the outcomes that are furthest off, unless the observations could be draws from `law`."""
   observations = list(observations)
   p = p_value(observations, law)
