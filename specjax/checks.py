@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from specjax.language_model import LanguageModel
 from specjax.warp import Warp
 
+ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)  # a tracer is a jax.Array, but no ArrayLike
 MAX_VOCAB_MULTIPLE = 1024  # vocabularies are padded to multiples of powers of two up to this
 MAX_LENGTH = 2**30  # positions are int32, and buffers are rounded up to a power of two
 
@@ -88,7 +89,7 @@ def warp_settings(warp: Warp, batch: int) -> None:
   }
   for name, (is_allowed, words) in allowed.items():
     value = getattr(warp, name)
-    if not isinstance(value, ArrayLike):
+    if not isinstance(value, ARRAYS):
       raise TypeError(f"warp.{name}={value!r} must be {words}, or an array of them.")
     if np.shape(value) not in ((), (batch,)):
       raise ValueError(
@@ -123,7 +124,7 @@ def _target(target: LanguageModel) -> None:
 
 def _leaves(what: str, value: Any) -> None:
   for leaf in jax.tree.leaves(value):
-    if not isinstance(leaf, ArrayLike):
+    if not isinstance(leaf, ARRAYS):
       raise TypeError(f"{what} must be a pytree of arrays, but holds {leaf!r}; pass an instance, with models loaded.")
 
 

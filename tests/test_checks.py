@@ -260,10 +260,10 @@ def language():
 
 
 def sample(prompt_tokens=PROMPTS, prompt_lengths=(3, 1), **settings):
-  settings = {"max_new_tokens": 4, "num_draft_tokens": 2, "max_length": 128} | settings
-  drafter = settings.pop("drafter", specjax.NGramDrafter())
+  settings = {"max_new_tokens": 4, "num_draft_tokens": 2, "max_length": 128, "eos_id": 2} | settings
+  target, drafter = settings.pop("target", language()), settings.pop("drafter", specjax.NGramDrafter())
   lengths = np.array(prompt_lengths) if isinstance(prompt_lengths, tuple) else prompt_lengths
-  return specjax.sample(language(), drafter, prompt_tokens, key=jax.random.key(0), prompt_lengths=lengths, **settings)
+  return specjax.sample(target, drafter, prompt_tokens, key=jax.random.key(0), prompt_lengths=lengths, **settings)
 
 
 def same(left, right):
@@ -276,7 +276,9 @@ FORMS = {
   "int64": lambda: sample(PROMPTS.astype(np.int64), np.array([3, 1], np.int64), max_new_tokens=np.int64(4)),
   "unsigned bytes": lambda: sample(PROMPTS.astype(np.uint8), np.array([3, 1], np.uint8)),
   "any padding": lambda: sample(np.array([[1, 2, 3], [4, -7, 2**40]])),
-  "no stop tokens": lambda: sample(eos_id=()),
+  "stop tokens in a tuple": lambda: sample(eos_id=(2,)),
+  "stop tokens in a list": lambda: sample(eos_id=[np.int64(2)]),
+  "stop tokens in a range": lambda: sample(eos_id=range(2, 3)),
   "filters that keep all": lambda: sample(warp=specjax.Warp(top_k=2**31 - 1, top_p=1 + 1e-12)),
   "a rule by function": lambda: sample(verifier=verify.token),
 }
@@ -289,11 +291,6 @@ def test_forms_of_the_same_call(form):
   before = len(traces)
   same(FORMS[form](), expected)
   assert len(traces) == before > 0
-
-
-def test_settings_by_row():
-  warp = specjax.Warp(np.ones(2), np.zeros(2, np.uint8), jnp.ones(2), np.float16(0))
-  same(sample(warp=warp), sample())
 
 
 def test_lengths_default_to_the_width():
@@ -314,22 +311,15 @@ def test_prompts_of_one_token():
   same(sample(np.array([[1], [4]]), None).tokens[1, :5], sample(np.array([[1, 2, 3], [4, 0, 0]])).tokens[1, :5])
 
 
-def test_a_stop_token_as_number_or_sequence():
-  expected = sample(eos_id=2)
-  for eos_id in [(2,), [2], np.int64(2), range(2, 3)]:
-    same(sample(eos_id=eos_id), expected)
-
-
 def test_context_and_buffer_may_be_filled_to_the_last_slot():
+  """With the settings of the law one value a row, of any type that holds them."""
   exact = dataclasses.replace(language(), context_length=7)
-  fill = functools.partial(
-    specjax.sample, exact, specjax.NGramDrafter(), PROMPTS, key=jax.random.key(0), num_draft_tokens=2, prefill_chunk=2
-  )
-  filled = fill(max_new_tokens=4, max_length=10)
-  np.testing.assert_array_equal(filled.lengths, [7, 7])
-  np.testing.assert_array_equal(filled.tokens, sample(prompt_lengths=None).tokens)
+  warp = specjax.Warp(np.ones(2), np.zeros(2, np.uint8), jnp.ones(2), np.float16(0))
+  fill = functools.partial(sample, target=exact, prompt_lengths=None, warp=warp, prefill_chunk=2)
+  same(fill(max_length=10), sample(prompt_lengths=None))
+  assert fill(max_length=10).lengths.max() == 7
   with pytest.raises(ValueError, match=r"max_length=9.*10"):
-    fill(max_new_tokens=4, max_length=9)
+    fill(max_length=9)
 
 
 def test_no_drafter_is_needed_without_drafts():

@@ -172,7 +172,9 @@ def always(draft):
 def test_stop_token_at_every_offset(stop, draft):
   """Nothing behind a stop token is emitted, counted or scored."""
   target, proposer = always(draft)
-  result = specjax.sample(target, proposer, [[0]], key=jax.random.key(0), max_new_tokens=20, num_draft_tokens=3, eos_id=stop)
+  result = specjax.sample(
+    target, proposer, [[0]], key=jax.random.key(0), max_new_tokens=20, num_draft_tokens=3, eos_id=stop
+  )
   assert generated(result, 0, 1) == list(range(1, stop + 1))
   assert not np.asarray(result.tokens)[0, stop + 1 :].any()
   stats = result.stats
@@ -306,7 +308,9 @@ def test_sample_is_the_loop_over_step():
 
   @jax.jit
   def outer(target, prompt, key):
-    return specjax.sample(target, drafter(), prompt, key=key, max_new_tokens=10, num_draft_tokens=gamma, warp=settings["warp"])
+    return specjax.sample(
+      target, drafter(), prompt, key=key, max_new_tokens=10, num_draft_tokens=gamma, warp=settings["warp"]
+    )
 
   np.testing.assert_array_equal(outer(target, prompt, settings["key"]).tokens, expected.tokens)
 

@@ -33,7 +33,11 @@ def outcomes(p, q, num_drafted=None, seed=0):
   p, q = jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32)
   num_drafted = jnp.int32(q.shape[0] if num_drafted is None else num_drafted)
   drafts, verdict = rounds(p, q, jax.random.key(seed), num_drafted)
-  columns = np.asarray(drafts).tolist(), np.asarray(verdict.num_accepted).tolist(), np.asarray(verdict.next_token).tolist()
+  columns = (
+    np.asarray(drafts).tolist(),
+    np.asarray(verdict.num_accepted).tolist(),
+    np.asarray(verdict.next_token).tolist(),
+  )
   return [(*row[:n], token) for row, n, token in zip(*columns, strict=True)]
 
 
