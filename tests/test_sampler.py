@@ -205,7 +205,7 @@ def test_buffers_of_exactly_the_needed_size():
   """The last round writes up to the last slot; a clamped write would overwrite good rows."""
   target, proposer = always("right")
   settings = {"key": jax.random.key(0), "max_new_tokens": 30, "num_draft_tokens": 4, "prefill_chunk": 1}
-  with pytest.raises(ValueError, match="max_length=35 is too small: .* take 36 slots"):
+  with pytest.raises(ValueError, match=r"max_length=35 is too small: .* take 36 slots"):
     specjax.sample(target, proposer, [[0]], max_length=35, **settings)
   result = specjax.sample(target, proposer, [[0]], max_length=36, **settings)
   assert generated(result, 0, 1) == [t % 8 for t in range(1, 31)]
