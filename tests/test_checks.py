@@ -323,7 +323,7 @@ def test_context_and_buffer_may_be_filled_to_the_last_slot():
 
 
 def test_no_drafter_is_needed_without_drafts():
-  result = sample(num_draft_tokens=0, drafter=None)
+  result = sample(num_draft_tokens=0, drafter=None, eos_id=None)
   np.testing.assert_array_equal(result.lengths, [7, 5])
   assert result.stats.tested.shape == (2, 0)
 
