@@ -12,9 +12,9 @@ def get_config() -> ml_collections.ConfigDict:
       "model": "smollm2-135m",  # a name, a path or a repository id: what specjax.load_model takes
       "drafter": "ngram",  # or "model:" and the name or path of a smaller model with the same tokenizer
       "sources": ("humaneval", "wikipedia"),  # also "mixed"
-      "prompts_per_source": 12,
+      "prompts_per_source": 10,
       "max_prompt_tokens": 256,  # of a longer prompt the last ones are kept
-      "max_new_tokens": 64,
+      "max_new_tokens": 48,
       "gamma": 7,  # drafts a round; on a CPU a pass over 5 to 8 tokens takes the same time
       "temperatures": (0.0, 1.0),
       "seed": 0,

@@ -13,7 +13,7 @@ import numpy as np
 import specjax
 from experiments import report
 from specjax.language_model import LanguageModel
-from specjax.models.load import open_checkpoint
+from specjax.models.load import open_checkpoint, resolve
 
 TOKENS = 64
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n"
@@ -42,7 +42,7 @@ def _theirs(name: str, prompt: np.ndarray, gamma: int) -> dict[str, Callable[[],
     import transformers
   except ImportError as error:
     raise ImportError("config.peers needs torch and transformers: pip install 'specjax[peers]'.") from error
-  checkpoint = open_checkpoint(name)
+  checkpoint = open_checkpoint(resolve(name))
   c = checkpoint.config
   if (c.architecture, c.rope_scaling, c.tied_head) != ("llama", None, True):
     raise ValueError(f"config.peers knows tied llama models without rope scaling, got {c.architecture} ({name}).")

@@ -178,7 +178,8 @@ def shared_bits(log_p, log_q, draft_tokens, num_drafted, key):
   n = jnp.cumprod(((u < ratio) & (jnp.arange(gamma) < num_drafted)).astype(jnp.int32)).sum()
   q = jnp.where(n < num_drafted, jnp.exp(log_q[jnp.minimum(n, gamma - 1)]), 0.0)
   residual = jnp.maximum(jnp.exp(log_p[n]) - q, 0.0)
-  return Verdict(n, jax.random.categorical(key, jnp.log(residual)).astype(jnp.int32))
+  # A clone, as jax refuses the reuse that this fault consists of.
+  return Verdict(n, jax.random.categorical(jax.random.clone(key), jnp.log(residual)).astype(jnp.int32))
 
 
 @declare(lossless=False)

@@ -323,21 +323,20 @@ def test_sample_is_the_loop_over_step():
 
 
 def test_one_trace_for_all_lengths_limits_and_warps():
-  traces, target = chex.assert_max_traces(n=3), language(1)  # prefill, drafts' none, verify: once each
+  target = language(1)
 
-  @traces
+  @chex.assert_max_traces(n=2)  # the prompt's passes and the rounds', in one program
   def apply(params, tokens, cache, start):
     return target.apply(params, tokens, cache, start)
 
   model = dataclasses.replace(target, apply=apply)
   calls = []
 
-  @chex.assert_max_traces(n=1)
+  @declare(lossless=True)
   def rule(*arguments):
     calls.append(None)
     return verify.token(*arguments)
 
-  rule.lossless = True
   for length in range(1, 21):
     settings = specjax.Warp(temperature=length / 10, top_k=length % 3, top_p=1 - length / 40, min_p=length / 100)
     specjax.sample(

@@ -70,11 +70,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
   heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
   def norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    bias = {f"{name}.bias": (width,)} if c.norm == "layer" else {}
-    return {f"{name}.scale": (width,)} | bias
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.scale": (width,)}
+    return shapes | ({f"{name}.bias": (width,)} if c.norm == "layer" else {})
 
   def linear(name: str, out: int, width: int, use_bias: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (out, width)} | ({f"{name}.bias": (out,)} if use_bias else {})
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (out, width)}
+    return shapes | ({f"{name}.bias": (out,)} if use_bias else {})
 
   shapes: dict[str, tuple[int, ...]] = {"embed.weight": (c.vocab_size, c.d_model)}
   if c.position == "learned":

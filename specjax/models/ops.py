@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import ArrayLike
+
+Indices = Array | np.ndarray
 
 ATTENTION_BLOCK = 256  # cache slots a step of the CPU form
 # Heads of all rows that the CPU form attends side by side; more than these take turns, which compiles faster.
@@ -114,7 +115,7 @@ def _attend_blocks(q: Array, k: Array, v: Array, limit: Array) -> Array:
   return out.reshape(q.shape)
 
 
-def _attend_heads(queries: Array, k: Array, v: Array, limits: Array, row: ArrayLike, head: ArrayLike) -> Array:
+def _attend_heads(queries: Array, k: Array, v: Array, limits: Array, row: Indices, head: Indices) -> Array:
   """Attention of queries[N, R, h] to head `head[n]` of row `row[n]`: slots below limits[N, R, 1].
 
   A running softmax over blocks of slots (arXiv 1805.02867), up to the last block that any of these queries may read.

@@ -125,6 +125,7 @@ class Decoder(nnx.Module):
     self.options = options or Options.for_backend()
     self.embed = Embed(c.vocab_size, c.d_model, dtype=dtype, rngs=rngs)
     self.positions = Embed(c.context_length, c.d_model, dtype=dtype, rngs=rngs) if c.position == "learned" else None
+    self.layers: Any  # one Block of stacked weights, or a list of Blocks
     if self.options.scan_layers:
       make = nnx.split_rngs(splits=c.num_layers)(
         nnx.vmap(lambda rngs: Block(c, dtype=dtype, rngs=rngs), axis_size=c.num_layers)
@@ -153,7 +154,7 @@ class Decoder(nnx.Module):
     if self.options.scan_layers:
       # The caches are carried, not scanned over: scanned outputs would be written into fresh buffers every pass.
       scan = nnx.scan(
-        lambda carry, block, at: (layer(block, *carry, at), None),
+        lambda carry, block, at: (layer(block, carry[0], carry[1], carry[2], at), None),
         in_axes=(nnx.Carry, 0, 0),
         out_axes=(nnx.Carry, 0),
       )

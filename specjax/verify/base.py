@@ -4,7 +4,7 @@ A rule knows no model, cache or batch; the sampler maps it over rows. `specjax.v
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, cast
 
 from jax import Array
 
@@ -35,14 +35,12 @@ class Verifier(Protocol):
   def __call__(self, log_p: Array, log_q: Array, draft_tokens: Array, num_drafted: Array, key: Array) -> Verdict: ...
 
 
-Rule = TypeVar("Rule", bound=Callable)
-
-
-def declare(*, lossless: bool) -> Callable[[Rule], Rule]:
+def declare(*, lossless: bool) -> Callable[[Callable[..., Verdict]], Verifier]:
   """Decorator: states whether a rule keeps the target's law. Every rule must state it."""
 
-  def mark(rule: Rule) -> Rule:
-    rule.lossless = lossless  # type: ignore[attr-defined]
-    return rule
+  def mark(rule: Callable[..., Verdict]) -> Verifier:
+    marked = cast(Verifier, rule)
+    marked.lossless = lossless
+    return marked
 
   return mark
