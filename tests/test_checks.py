@@ -328,9 +328,14 @@ def test_no_drafter_is_needed_without_drafts():
   assert result.stats.tested.shape == (2, 0)
 
 
-def test_padding_is_not_judged_under_an_outer_jit():
-  """Lengths that are traced hide what is padding; whatever is no padding for sure is checked still."""
+def test_all_but_sizes_may_be_traced():
+  """Under an outer jit. Traced lengths hide what is padding; whatever is no padding for sure is checked still."""
   padded = np.array([[1, 2, 3], [4, -7, 99]])
-  same(jax.jit(lambda lengths: sample(padded, lengths))(np.array([3, 1])).tokens, sample().tokens)
+
+  @jax.jit
+  def call(target, warp, lengths):
+    return sample(padded, lengths, target=target, drafter=specjax.ModelDrafter(target), warp=warp, num_draft_tokens=1)
+
+  np.testing.assert_array_equal(call(language(), specjax.Warp(0.0), np.array([3, 1])).tokens[:, 0], [1, 4])
   with pytest.raises(ValueError, match=r"prompt_tokens\[1, 0\]=9 "):
     jax.jit(lambda lengths: sample(np.array([[1, 2], [9, 2]]), lengths))(np.array([2, 1]))
