@@ -14,7 +14,7 @@ from jax import Array, lax
 
 Indices = Array | np.ndarray
 
-ATTENTION_BLOCK = 256  # cache slots a step of the CPU form
+ATTENTION_BLOCK = 128  # cache slots a step of the CPU form
 # Heads of all rows that the CPU form attends side by side; more than these take turns, which compiles faster.
 UNROLLED_HEADS = 8
 # Rows with a cache write each; vmap makes a scatter of more, which a CPU runs element by element.
