@@ -60,7 +60,7 @@ class NGramDrafter:
       back = n - 1
       last = tokens[jnp.maximum(length - n, 0)]
       shifted = jnp.roll(tokens, back)  # shifted[e] == tokens[e - back]
-      matched &= (shifted == last) & (ends >= back) & (length >= n)
+      matched &= (shifted == last) & (ends >= back)
       found = jnp.where(matched, ends, -1).max()
       if n >= self.min_ngram:
         best = jnp.where(found >= 0, found + 1, best)
