@@ -14,7 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
       "sources": ("humaneval", "wikipedia"),  # also "mixed"
       "prompts_per_source": 10,
       "max_prompt_tokens": 256,  # of a longer prompt the last ones are kept
-      "max_new_tokens": 48,
+      "max_new_tokens": 64,
       "gamma": 7,  # drafts a round; on a CPU a pass over 5 to 8 tokens takes the same time
       "temperatures": (0.0, 1.0),
       "seed": 0,

@@ -63,7 +63,7 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
     bench = Bench.load(config)
     encoded = {name: bench.tokenizer.encode(text) for name, text in texts.items()}
     if not kept.items.keys() >= texts.keys():
-      bar.set_description("Compiling")
+      bar.set_description("Compiling, a minute or so")
       bench.measure(max(encoded.values(), key=len), 0)
       bar.unpause()
     for index, (name, ids) in enumerate(encoded.items()):

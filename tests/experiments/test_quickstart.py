@@ -303,6 +303,16 @@ def test_bad_config(name: str, value: Any, words: str, monkeypatch: pytest.Monke
     quickstart.run(config)
 
 
+def test_both_drafters_are_loaded(config: ml_collections.ConfigDict) -> None:
+  bench = Bench.load(config)
+  assert bench.drafter == specjax.NGramDrafter()
+  assert (bench.target.vocab_size, bench.target.context_length) == (97, 128)
+  config.drafter = f"model:{config.model}"
+  drafter = Bench.load(config).drafter
+  assert isinstance(drafter, specjax.ModelDrafter)
+  assert drafter.model.apply == bench.target.apply
+
+
 @pytest.mark.parametrize("name", ["model", "drafter"])
 def test_a_wrong_name_is_said_before_a_model_is_loaded(
   name: str, config: ml_collections.ConfigDict, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
