@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
       "prompts_per_source": 10,
       "max_prompt_tokens": 256,  # of a longer prompt the last ones are kept
       "max_new_tokens": 64,
-      "gamma": 3,  # drafts a round; few lookups in such prompts go further, and a pass over 8 tokens costs more than over 4
+      "gamma": 3,  # drafts a round; few lookups in such prompts go further
       "temperatures": (0.0, 1.0),
       "seed": 0,
     }
