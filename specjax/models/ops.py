@@ -28,8 +28,8 @@ class Options:
   scan_layers: one traced layer under `lax.scan` over stacked weights. Compiles fast at any depth and is right on an
     accelerator; on a CPU every layer's weights are copied on their way in (twice the time a token).
   cpu_kernels: forms for few rows on a CPU. Products take the weight as their left operand, rows padded to a power of
-    two (an 8-row pass costs 1.5 one-row passes in place of 2.6), and attention reads only the blocks of the cache that
-    hold something.
+    two (an 8-row pass costs 1.5 one-row passes in place of 2.6); weights that take the same input are kept as one; and
+    attention reads only the blocks of the cache that hold something.
   """
 
   scan_layers: bool
