@@ -31,6 +31,7 @@ class Request:
   prompt_lengths: Any  # int32[B]
   limit: Any  # int32[B]
   stop_ids: Any  # int32[E]
+  warp: Warp  # fields float32[B], int32[B]
   longest: int  # P + max(max_new_tokens)
 
   @property
@@ -58,12 +59,12 @@ def request(
   """Checks every argument of `sample` against the others; raises TypeError or ValueError."""
   _target(target)
   _leaves("target", target)
-  _count("num_draft_tokens", num_draft_tokens, 0)
-  _count("prefill_chunk", prefill_chunk, 1)
+  count("num_draft_tokens", num_draft_tokens, 0)
+  count("prefill_chunk", prefill_chunk, 1)
   prompts = _prompts(prompt_tokens)
   batch, width = prompts.shape
   _key(key, batch)
-  warp_settings(warp, batch)
+  warp = warp_settings(warp, batch)
   lengths = _lengths(prompt_lengths, batch, width)
   _range("prompt_tokens", _inside(prompts, lengths), 0, target.vocab_size - 1, "the target's vocabulary")
   max_new = _max_new_tokens(max_new_tokens, batch, width)
@@ -74,11 +75,11 @@ def request(
   if num_draft_tokens:
     _drafter(target, drafter)
   # One type for all, so that it decides about no program; padding that int32 can't hold may wrap around.
-  return Request(prompts.astype(np.int32), lengths, limit, _stop_ids(eos_id, target.vocab_size), longest)
+  return Request(prompts.astype(np.int32), lengths, limit, _stop_ids(eos_id, target.vocab_size), warp, longest)
 
 
-def warp_settings(warp: Warp, batch: int) -> None:
-  """Checks the fields of a warp for B rows."""
+def warp_settings(warp: Warp, batch: int) -> Warp:
+  """Checks the fields of a warp for B rows; returns them as float32[B] and int32[B], numpy arrays unless traced."""
   if not isinstance(warp, Warp):
     raise TypeError(f"warp must be a specjax.Warp, got {type(warp).__name__}.")
   allowed = {
@@ -87,8 +88,9 @@ def warp_settings(warp: Warp, batch: int) -> None:
     "top_p": (lambda x: (x > 0) & (x <= 1), "a number in (0, 1]"),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "a number in [0, 1]"),
   }
+  fields: dict[str, Any] = {}
   for name, (is_allowed, words) in allowed.items():
-    value = getattr(warp, name)
+    value, field_dtype = getattr(warp, name), np.int32 if name == "top_k" else np.float32
     if not isinstance(value, ARRAYS):
       raise TypeError(f"warp.{name}={value!r} must be {words}, or an array of them.")
     if np.shape(value) not in ((), (batch,)):
@@ -99,6 +101,7 @@ def warp_settings(warp: Warp, batch: int) -> None:
     if not (jnp.issubdtype(dtype, jnp.integer) or (name != "top_k" and jnp.issubdtype(dtype, jnp.floating))):
       raise TypeError(f"warp.{name} has type {dtype}; it must be {words}.")
     if isinstance(value, jax.core.Tracer):
+      fields[name] = jnp.broadcast_to(value.astype(field_dtype), (batch,))
       continue
     given = np.atleast_1d(np.asarray(value))
     with np.errstate(over="ignore"):  # judged as the program will see it
@@ -106,6 +109,8 @@ def warp_settings(warp: Warp, batch: int) -> None:
     bad = np.flatnonzero(np.logical_not(is_allowed(values)))
     if bad.size:
       raise ValueError(f"warp.{name}={given[bad[0]]}{_at_row(bad[0], given)}; it must be {words}.")
+    fields[name] = np.broadcast_to(values.astype(field_dtype), (batch,))
+  return Warp(**fields)
 
 
 def vocabularies_match(draft: int, target: int) -> bool:
@@ -230,11 +235,13 @@ def _range(name: str, values: Any, low: int, high: int, what: str) -> Any:
   return values.astype(np.int32)
 
 
-def _count(name: str, value: int, low: int) -> None:
+def count(name: str, value: int, low: int) -> int:
+  """The static size as a Python int, at least `low`."""
   if isinstance(value, bool) or not isinstance(value, numbers.Integral):
     raise TypeError(f"{name}={value!r} must be a Python int: it is static.")
   if value < low:
     raise ValueError(f"{name}={value} must be at least {low}.")
+  return int(value)
 
 
 def _key(key: Array, batch: int) -> None:

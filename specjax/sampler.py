@@ -193,19 +193,19 @@ def sample(
   need = max(request.width, slots(request.width, request.longest, num_draft_tokens, prefill_chunk))
   if max_length is None:
     max_length = 1 << max(need - 1, MIN_SLOTS - 1).bit_length()
-  elif max_length < need:
+  elif (max_length := checks.count("max_length", max_length, 1)) < need:
     raise ValueError(f"max_length={max_length} is too small: these prompts and limits take {need} slots.")
   result = _sample(
     target,
-    drafter,
+    drafter if num_draft_tokens else None,
     request.pad_to(max_length),
     key,
     request.prompt_lengths,
     request.limit,
-    warp,
+    request.warp,
     request.stop_ids,
     max_length=max_length,
-    num_draft_tokens=num_draft_tokens,
+    num_draft_tokens=int(num_draft_tokens),  # numpy's integers are other static values
     verifier=rule,
     prefill_chunk=prefill_chunk,
   )

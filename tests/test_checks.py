@@ -83,6 +83,7 @@ LENGTH_ERRORS = {
   "max_new fills int32": ({"max_new_tokens": 2**31 - 1}, ValueError, ["max_new_tokens=2147483647", "0 to"]),
   "max_new beyond int32": ({"max_new_tokens": 2**40}, ValueError, ["max_new_tokens=1099511627776", "0 to"]),
   "max_new beyond int64": ({"max_new_tokens": 2**70}, TypeError, ["max_new_tokens", "int32"]),
+  "max_length float": ({"max_length": 128.0}, TypeError, ["max_length=128.0", "int"]),
   "max_length too small": ({"max_length": 8}, ValueError, ["max_length=8", "66"]),
   "gamma negative": ({"num_draft_tokens": -1}, ValueError, ["num_draft_tokens=-1", "at least 0"]),
   "gamma bool": ({"num_draft_tokens": True}, TypeError, ["num_draft_tokens=True", "int"]),
@@ -280,6 +281,9 @@ FORMS = {
   "stop tokens in a list": lambda: sample(eos_id=[np.int64(2)]),
   "stop tokens in a range": lambda: sample(eos_id=range(2, 3)),
   "filters that keep all": lambda: sample(warp=specjax.Warp(top_k=2**31 - 1, top_p=1 + 1e-12)),
+  "settings by row": lambda: sample(warp=specjax.Warp(np.ones(2), np.zeros(2, np.uint8), jnp.ones(2), np.float16(0))),
+  "whole temperature": lambda: sample(warp=specjax.Warp(temperature=1)),
+  "numpy gamma": lambda: sample(num_draft_tokens=np.int64(2)),
   "a rule by function": lambda: sample(verifier=verify.token),
 }
 
@@ -312,10 +316,8 @@ def test_prompts_of_one_token():
 
 
 def test_context_and_buffer_may_be_filled_to_the_last_slot():
-  """With the settings of the law one value a row, of any type that holds them."""
   exact = dataclasses.replace(language(), context_length=7)
-  warp = specjax.Warp(np.ones(2), np.zeros(2, np.uint8), jnp.ones(2), np.float16(0))
-  fill = functools.partial(sample, target=exact, prompt_lengths=None, warp=warp, prefill_chunk=2)
+  fill = functools.partial(sample, target=exact, prompt_lengths=None, prefill_chunk=2)
   same(fill(max_length=10), sample(prompt_lengths=None))
   assert fill(max_length=10).lengths.max() == 7
   with pytest.raises(ValueError, match=r"max_length=9.*10"):
@@ -323,7 +325,7 @@ def test_context_and_buffer_may_be_filled_to_the_last_slot():
 
 
 def test_no_drafter_is_needed_without_drafts():
-  result = sample(num_draft_tokens=0, drafter=None, eos_id=None)
+  result = sample(num_draft_tokens=0, drafter="none", eos_id=None)
   np.testing.assert_array_equal(result.lengths, [7, 5])
   assert result.stats.tested.shape == (2, 0)
 
