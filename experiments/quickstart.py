@@ -317,13 +317,14 @@ def _drafts(runs: Sequence[Mapping[str, Any]], costs: Mapping[str, float], gamma
 
 
 if __name__ == "__main__":
-  from absl import app
+  from absl import app, logging
   from ml_collections import config_flags
 
   _DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.py"
   _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment's settings.")
 
   def main(_: Sequence[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # jax reports every backend that is not there
     run(_CONFIG.value)
 
   app.run(main)

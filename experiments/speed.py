@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from absl import app
+from absl import app, logging
 from jax import lax
 from ml_collections import config_flags
 
@@ -210,7 +210,7 @@ def _compile(target: LanguageModel, gamma: int) -> float:
   jax.clear_caches()
   sampler._sample.lower(
     target, specjax.NGramDrafter() if gamma else None, np.zeros((1, 256), np.int32), jax.random.key(0),
-    np.ones(1, np.int32), np.ones(1, np.int32), specjax.Warp(), np.zeros(0, np.int32), max_length=256,
+    np.ones(1, np.int32), np.ones(1, np.int32), specjax.Warp().per_row(1), np.zeros(0, np.int32), max_length=256,
     num_draft_tokens=gamma, verifier=specjax.verify.token, prefill_chunk=sampler.PREFILL_CHUNK,
   ).compile()  # fmt: skip
   return time.perf_counter() - start
@@ -279,6 +279,7 @@ def _show(summary: dict[str, Any], config) -> None:
 
 
 def main(_) -> None:
+  logging.set_verbosity(logging.WARNING)  # jax reports every backend that is not there
   run(_CONFIG.value)
 
 
