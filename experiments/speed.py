@@ -119,7 +119,7 @@ def _rounds(target: LanguageModel, config) -> dict[str, Any]:
   A round costs the same whatever it accepts. The model drafter is the target itself, so its draft passes are known.
   """
   gamma = config.num_draft_tokens
-  prompt = np.tile(np.arange(100, 110), (1, 10)).astype(np.int32)
+  prompt = np.tile(np.arange(10, 20), (1, 6)).astype(np.int32)
   drafters: dict[str, tuple[Any, int]] = {
     "plain": (None, 0),
     "ngram": (specjax.NGramDrafter(), gamma),
