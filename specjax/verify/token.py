@@ -30,9 +30,9 @@ def token(log_p: Array, log_q: Array, draft_tokens: Array, num_drafted: Array, k
 
   # Behind the last draft nothing was proposed: q = 0 there, and the residual is p itself.
   log_p_next = log_p[num_accepted]
-  log_q_next = jnp.pad(log_q, ((0, 1), (0, 0)), constant_values=-jnp.inf)[num_accepted]
-  log_q_next = jnp.where(num_accepted < num_drafted, log_q_next, -jnp.inf)
-  residual = jnp.maximum(jnp.exp(log_p_next) - jnp.exp(log_q_next), 0.0)
+  q_next = jnp.exp(log_q[jnp.minimum(num_accepted, gamma - 1)]) if gamma else jnp.zeros_like(log_p_next)
+  q_next = jnp.where(num_accepted < num_drafted, q_next, 0.0)
+  residual = jnp.maximum(jnp.exp(log_p_next) - q_next, 0.0)
   # Where p = q a rejection can only come from rounding, and the residual is empty.
   log_weights = jnp.where(residual.sum() > 0, jnp.log(residual), log_p_next)
   next_token = warp.categorical(keys.fold(key, Purpose.NEXT), log_weights)
