@@ -144,7 +144,11 @@ def step(
   num_draft_tokens: int,
   verifier: str | Verifier = "token",
 ) -> tuple[SpecState, RoundInfo]:
-  """One round of every unfinished row; finished rows stay as they are. Pure."""
+  """One round of every unfinished row; finished rows stay as they are. Pure; run it under `jax.jit`.
+
+  num_draft_tokens: static, and the same as `init` was given. verifier: static, a name or a function.
+  Returns the state and what happened: see `RoundInfo`.
+  """
   key = keys.round_keys(state.key, state.round)
   proposal = _draft(state, target, drafter, num_draft_tokens, key)
   log_p, target_cache = _score(state, target, proposal)
@@ -177,7 +181,7 @@ def sample(
   num_draft_tokens: gamma, static; 0 is plain autoregressive sampling by the same loop.
   warp: the sampling law; dynamic.
   verifier: the name of an acceptance rule, or a function that declares `lossless`.
-  eos_id: tokens that end a row (they are emitted).
+  eos_id: tokens that end a row (they are emitted), such as `tokenizer.eos_ids`.
   max_length: slots of the buffers; default: what is needed, rounded up to a power of two, so that one program serves
     every prompt length and limit in a bucket.
   prefill_chunk: static; prompt tokens a pass.

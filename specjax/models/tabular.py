@@ -80,6 +80,7 @@ def law(
   float32 a step and float64 over the steps. The warp's fields are scalars. Raises ValueError for a prompt that is empty
   or holds ids that the model lacks.
   """
+  prompt = [int(token) for token in prompt]
   if not prompt or not all(0 <= token < model.vocab_size for token in prompt):
     raise ValueError(f"prompt={prompt} must hold one token or more, of 0 to {model.vocab_size - 1}.")
   ends = sequences(model.vocab_size, length)
