@@ -180,7 +180,8 @@ def _prompts(prompt_tokens: ArrayLike) -> Any:
     ) from error
   if prompts.ndim != 2 or prompts.shape[0] < 1 or prompts.shape[1] < 1:
     raise ValueError(
-      f"prompt_tokens has shape {prompts.shape} and type {prompts.dtype}; it must be int32[B, P], B >= 1 and P >= 1."
+      f"prompt_tokens has shape {prompts.shape} and type {prompts.dtype}; it must be int32[B, P], B >= 1 and P >= 1: "
+      "a row of token ids for each prompt, as tokenizer.encode(text) gives one."
     )
   if not jnp.issubdtype(prompts.dtype, jnp.integer):
     raise TypeError(f"prompt_tokens has type {prompts.dtype}; it must hold integers.")
