@@ -107,11 +107,11 @@ def init(
   tokens = jnp.pad(prompt_tokens.astype(jnp.int32), ((0, 0), (0, max_length - width)))
   tokens = jnp.where(positions < prompt_lengths[:, None], tokens, 0)
 
-  read = functools.partial(prefill, tokens=tokens, lengths=prompt_lengths - 1, chunk=prefill_chunk)
-  target_cache = read(target, target.init_cache(target.params, batch, max_length))
+  fed = prompt_lengths - 1
+  target_cache = prefill(target, target.init_cache(target.params, batch, max_length), tokens, fed, prefill_chunk)
   draft_state = ()
   if num_draft_tokens:
-    draft_state = drafter.prefill(drafter.init(batch, max_length), tokens, prompt_lengths - 1, prefill_chunk)
+    draft_state = drafter.prefill(drafter.init(batch, max_length), tokens, fed, prefill_chunk)
 
   count = jnp.zeros(batch, jnp.int32)
   count_at = jnp.zeros((batch, num_draft_tokens), jnp.int32)
@@ -194,7 +194,7 @@ def sample(
   request = checks.request(
     target, drafter, prompt_tokens, key, prompt_lengths, max_new_tokens, num_draft_tokens, warp, eos_id, prefill_chunk
   )
-  need = max(request.width, slots(request.width, request.longest, num_draft_tokens, prefill_chunk))
+  need = slots(request.width, request.longest, num_draft_tokens, prefill_chunk)
   if max_length is None:
     max_length = 1 << max(need - 1, MIN_SLOTS - 1).bit_length()
   elif (max_length := checks.count("max_length", max_length, 1)) < need:

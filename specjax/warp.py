@@ -95,7 +95,7 @@ def categorical(key: Array, log_weights: Array) -> Array:
   444 noise values in place of 49,152.
   """
   vocab_size = log_weights.shape[-1]
-  width = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1
+  width = math.isqrt(vocab_size - 1) + 1  # the square root, rounded up
   count = -(-vocab_size // width)
   blocks = jnp.pad(log_weights, (0, count * width - vocab_size), constant_values=-jnp.inf).reshape(count, width)
   block_key, token_key = jax.random.split(key)
