@@ -1,7 +1,7 @@
 """What a token, a pass and a round cost, beside what the machine's memory allows.
 
   python -m experiments.speed --config=configs/speed.py
-  python -m experiments.speed --config=configs/speed.py --config.peers=True     # pip install "specjax[peers]"
+  python -m experiments.speed --config=configs/speed.py --config.peers=True     # pip install -e ".[peers]"
 
 On 2 CPU cores: about 6 minutes, 9 with peers. Run it on a quiet machine; figures are medians of interleaved repeats.
 """

@@ -41,7 +41,7 @@ def _theirs(name: str, prompt: np.ndarray, gamma: int) -> dict[str, Callable[[],
     import torch
     import transformers
   except ImportError as error:
-    raise ImportError("config.peers needs torch and transformers: pip install 'specjax[peers]'.") from error
+    raise ImportError("config.peers needs torch and transformers: pip install -e '.[peers]'.") from error
   checkpoint = open_checkpoint(resolve(name))
   c = checkpoint.config
   if (c.architecture, c.rope_scaling, c.tied_head) != ("llama", None, True):

@@ -73,7 +73,7 @@ def _download_repository(repository: str, weights: bool) -> pathlib.Path:
   try:
     import huggingface_hub
   except ImportError:
-    raise FileNotFoundError(f"{not_local} needs huggingface_hub: pip install 'specjax[hub]'.") from None
+    raise FileNotFoundError(f"{not_local} needs huggingface_hub: pip install -e '.[hub]'.") from None
   patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if weights else [])
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*"]))

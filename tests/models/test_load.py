@@ -90,7 +90,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, snapshot_download: Any) -> None:
 
 def test_repository_without_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-  with pytest.raises(FileNotFoundError, match=r"'org/name' is no local path.*pip install 'specjax\[hub\]'"):
+  with pytest.raises(FileNotFoundError, match=r"'org/name' is no local path.*pip install -e '\.\[hub\]'"):
     load_model("org/name")
 
 
