@@ -1,5 +1,6 @@
 """Exact, fast, pure-functional speculative sampling in JAX."""
 
+from specjax import draft, keys, models, verify, warp
 from specjax.draft import ModelDrafter, NGramDrafter
 from specjax.language_model import LanguageModel
 from specjax.models.load import load_model
@@ -17,9 +18,14 @@ __all__ = [
   "SpecState",
   "Stats",
   "Warp",
+  "draft",
   "init",
+  "keys",
   "load_model",
   "load_tokenizer",
+  "models",
   "sample",
   "step",
+  "verify",
+  "warp",
 ]

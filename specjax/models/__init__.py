@@ -1,0 +1,5 @@
+"""Decoders, checkpoint readers, tokenizers, and toy languages."""
+
+from specjax.models import tabular
+
+__all__ = ["tabular"]
