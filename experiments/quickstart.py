@@ -32,6 +32,7 @@ from jax import Array, lax
 import specjax
 from experiments import quickstart_show, report
 from experiments.quickstart_show import SAMPLERS
+from specjax.checks import PREFILL_CHUNK, slots
 from specjax.draft.base import Context, Drafter
 from specjax.keys import row_keys
 from specjax.language_model import LanguageModel, prefill
@@ -39,7 +40,6 @@ from specjax.language_model import run as run_model
 from specjax.models.load import resolve
 from specjax.models.tokenizer import Tokenizer
 from specjax.plan import theory
-from specjax.sampler import PREFILL_CHUNK, slots
 from specjax.tasks.prompts import SOURCES, prompts
 
 PASSES = 5  # target or draft passes in one timed call

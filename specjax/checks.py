@@ -1,7 +1,8 @@
 """The caller's values, looked at before anything compiles: each error says what was given and what is allowed.
 
-Values of tracers (under an outer `jax.jit`) can't be looked at; their shapes and types are. Nothing is clipped or
-repaired here.
+Values of tracers (under an outer `jax.jit`) can't be looked at; their shapes and types are. So are those of what the
+caller's drafter and rule return, while they are traced; `specjax.language_model.run` sees to the models. Nothing is
+repaired here, and nothing clipped but a traced limit.
 """
 
 import dataclasses
@@ -15,33 +16,32 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from specjax.language_model import LanguageModel
+from specjax.language_model import LanguageModel, require_same_types, short_types
+from specjax.verify import Verdict
 from specjax.warp import Warp
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)  # a tracer is a jax.Array, but no ArrayLike
 MAX_VOCAB_MULTIPLE = 1024  # vocabularies are padded to multiples of powers of two up to this
 MAX_LENGTH = 2**30  # positions are int32, and buffers are rounded up to a power of two
+MIN_SLOTS = 128
+PREFILL_CHUNK = 64  # prompt tokens a pass
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A checked call of `sample`: arrays of the right type and shape, and the sizes that decide about buffers."""
+  """A checked call of `init` or `sample`: arrays of the right type and shape, unless traced numpy's; static sizes."""
 
-  prompt_tokens: Any  # int32[B, P], a numpy array unless traced
+  target: LanguageModel
+  drafter: Any  # None where nothing is drafted
+  tokens: Any  # int32[B, L], the prompts in a buffer
   prompt_lengths: Any  # int32[B]
-  limit: Any  # int32[B]
+  limit: Any  # int32[B], length at which the row ends
+  key: Array  # one key, or key[B]
   stop_ids: Any  # int32[E]
   warp: Warp  # fields float32[B], int32[B]
-  longest: int  # P + max(max_new_tokens)
-
-  @property
-  def width(self) -> int:
-    return self.prompt_tokens.shape[1]
-
-  def pad_to(self, max_length: int) -> Any:
-    """The prompts in a buffer int32[B, max_length]."""
-    pad = ((0, 0), (0, max_length - self.width))
-    return (jnp if isinstance(self.prompt_tokens, jax.core.Tracer) else np).pad(self.prompt_tokens, pad)
+  num_draft_tokens: int = dataclasses.field(metadata={"static": True})
+  prefill_chunk: int = dataclasses.field(metadata={"static": True})
 
 
 def request(
@@ -54,13 +54,15 @@ def request(
   num_draft_tokens: int,
   warp: Warp,
   eos_id: int | Sequence[int] | None,
+  max_length: int | None,
   prefill_chunk: int,
-) -> Request:
-  """Checks every argument of `sample` against the others; raises TypeError or ValueError."""
-  _target(target)
-  _leaves("target", target)
-  count("num_draft_tokens", num_draft_tokens, 0)
-  count("prefill_chunk", prefill_chunk, 1)
+) -> tuple[Request, int | None]:
+  """Checks every argument against the others; raises TypeError or ValueError.
+
+  Returns the request and P + max(max_new_tokens), the width of the result, or None where that is traced.
+  """
+  gamma, chunk = count("num_draft_tokens", num_draft_tokens, 0), count("prefill_chunk", prefill_chunk, 1)
+  drafter = models(target, drafter, gamma)
   prompts = _prompts(prompt_tokens)
   batch, width = prompts.shape
   _key(key, batch)
@@ -68,14 +70,63 @@ def request(
   lengths = _lengths(prompt_lengths, batch, width)
   _range("prompt_tokens", _inside(prompts, lengths), 0, target.vocab_size - 1, "the target's vocabulary")
   max_new = _max_new_tokens(max_new_tokens, batch, width)
-  longest = width + int(np.max(max_new, initial=0))
+  longest = None if isinstance(max_new, jax.core.Tracer) else width + int(np.max(max_new, initial=0))
+  max_length = _max_length(max_length, longest, width, gamma, chunk)
+  if longest is None:
+    max_new = jnp.minimum(max_new, max_length - gamma - 1 - lengths)  # a sum of the two may not fit int32
   limit = lengths + max_new
-  for what, model in _models(target, drafter if num_draft_tokens else None):
+  for what, model in _models(target, drafter):
     _context(what, model, limit)
-  if num_draft_tokens:
-    _drafter(target, drafter)
+  stop_ids = _stop_ids(eos_id, target.vocab_size)
   # One type for all, so that it decides about no program; padding that int32 can't hold may wrap around.
-  return Request(prompts.astype(np.int32), lengths, limit, _stop_ids(eos_id, target.vocab_size), warp, longest)
+  pad = (jnp if isinstance(prompts, jax.core.Tracer) else np).pad
+  tokens = pad(prompts.astype(np.int32), ((0, 0), (0, max_length - width)))
+  return Request(target, drafter, tokens, lengths, limit, key, stop_ids, warp, gamma, chunk), longest
+
+
+def models(target: LanguageModel, drafter: Any, num_draft_tokens: int) -> Any:
+  """Checks that the target is a model and the drafter fits it; returns the drafter, None where nothing is drafted."""
+  if not isinstance(target, LanguageModel):
+    raise TypeError(
+      f"target must be a specjax.LanguageModel, got {type(target).__name__}. Use specjax.load_model(...), or build one."
+    )
+  _leaves("target", target)
+  if num_draft_tokens == 0:
+    return None
+  _drafter(target, drafter)
+  return drafter
+
+
+def proposal(drafter: Any, value: Any, state: Any, sizes: tuple[int, int, int]) -> None:
+  """Checks the types of what a drafter proposes from `state`; sizes: B, gamma, V."""
+  batch, gamma, vocab_size = sizes
+  allowed = {
+    "tokens": f"int32[{batch},{gamma}]",
+    "log_q": f"float32[{batch},{gamma},{vocab_size}]",
+    "num_drafted": f"int32[{batch}]",
+  }
+  for name, words in allowed.items():
+    given = short_types(getattr(value, name))
+    if given != words:
+      raise TypeError(f"{type(drafter).__name__}.propose returned {name}: {given}; it must be {words}.")
+  require_same_types(f"{type(drafter).__name__}.propose returned a state", state, value.state)
+
+
+def verdict(rule: Any, value: Any, batch: int) -> None:
+  """Checks the types of a rule's verdict over B rows."""
+  allowed = short_types(np.zeros(batch, np.int32))
+  if isinstance(value, Verdict) and short_types(value[:2]) == (allowed, allowed):
+    return
+  one_row = jax.tree.map(lambda x: short_types(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)), value)
+  raise TypeError(
+    f"the rule {getattr(rule, '__name__', rule)} returned {one_row} for a row; it must return "
+    "specjax.verify.Verdict(num_accepted, next_token), two int32 scalars: cast with jnp.int32(...)."
+  )
+
+
+def slots(prompt_length: int, limit: int, num_draft_tokens: int, prefill_chunk: int = PREFILL_CHUNK) -> int:
+  """Slots that buffers and caches need: XLA clamps a write past the end, and so overwrites good rows."""
+  return max(limit + num_draft_tokens + 1, prompt_length - 1 + prefill_chunk)
 
 
 def warp_settings(warp: Warp, batch: int) -> Warp:
@@ -91,8 +142,10 @@ def warp_settings(warp: Warp, batch: int) -> Warp:
   fields: dict[str, Any] = {}
   for name, (is_allowed, words) in allowed.items():
     value, field_dtype = getattr(warp, name), np.int32 if name == "top_k" else np.float32
+    if isinstance(value, (list, tuple)) and all(isinstance(entry, numbers.Real) for entry in value):
+      value = np.array(value)
     if not isinstance(value, ARRAYS):
-      raise TypeError(f"warp.{name}={value!r} must be {words}, or an array of them.")
+      raise TypeError(f"warp.{name}={value!r} must be {words}, or an array of them: numpy.array([...]).")
     if np.shape(value) not in ((), (batch,)):
       raise ValueError(
         f"warp.{name} has shape {np.shape(value)}; allowed: a scalar or one value for each of {batch} rows."
@@ -118,13 +171,6 @@ def vocabularies_match(draft: int, target: int) -> bool:
   small, large = sorted((draft, target))
   multiples = [1 << i for i in range(1, MAX_VOCAB_MULTIPLE.bit_length())]
   return small == large or any(-(-small // m) * m == large for m in multiples)
-
-
-def _target(target: LanguageModel) -> None:
-  if not isinstance(target, LanguageModel):
-    raise TypeError(
-      f"target must be a specjax.LanguageModel, got {type(target).__name__}. Use specjax.load_model(...), or build one."
-    )
 
 
 def _leaves(what: str, value: Any) -> None:
@@ -178,6 +224,13 @@ def _prompts(prompt_tokens: ArrayLike) -> Any:
     raise ValueError(
       "prompt_tokens has rows of different lengths; it must be int32[B, P]: pad them on the right, pass prompt_lengths."
     ) from error
+  if prompts.dtype.kind in "US":
+    raise TypeError("prompt_tokens holds text; it must hold token ids: encode it, [tokenizer.encode(text)].")
+  if prompts.ndim == 1 and len(prompts):
+    batch = "[prompt_tokens]" if isinstance(prompt_tokens, (list, tuple)) else "prompt_tokens[None]"
+    raise ValueError(
+      f"prompt_tokens has shape {prompts.shape}, one axis; it must be int32[B, P]: add a batch axis, {batch}."
+    )
   if prompts.ndim != 2 or prompts.shape[0] < 1 or prompts.shape[1] < 1:
     raise ValueError(
       f"prompt_tokens has shape {prompts.shape} and type {prompts.dtype}; it must be int32[B, P], B >= 1 and P >= 1: "
@@ -207,13 +260,23 @@ def _lengths(prompt_lengths: ArrayLike | None, batch: int, width: int) -> Any:
 
 
 def _max_new_tokens(max_new_tokens: ArrayLike, batch: int, width: int) -> Any:
-  if isinstance(max_new_tokens, jax.core.Tracer):
-    raise TypeError(
-      "max_new_tokens is traced, but it decides the shape of the result: pass an int or a numpy array (close over it "
-      "or make it a static argument); within a program use specjax.init and specjax.step, whose limit is dynamic."
-    )
   values = _integers("max_new_tokens", max_new_tokens, batch)
   return _range("max_new_tokens", values, 0, MAX_LENGTH - width, f"with the prompt at most {MAX_LENGTH}")
+
+
+def _max_length(max_length: int | None, longest: int | None, width: int, gamma: int, chunk: int) -> int:
+  """The buffers' slots: what was asked for, if it is enough, or what is needed, rounded up to a power of two."""
+  need = slots(width, longest or width, gamma, chunk)
+  if max_length is not None:
+    if (max_length := count("max_length", max_length, 1)) < need:
+      raise ValueError(f"max_length={max_length} is too small: these prompts and limits take {need} slots.")
+    return max_length
+  if longest is None:
+    raise TypeError(
+      "max_new_tokens is traced, so the buffers can't be sized by it: pass max_length, an int of at least the prompts' "
+      "width + max(max_new_tokens) + num_draft_tokens + 1."
+    )
+  return 1 << max(need - 1, MIN_SLOTS - 1).bit_length()
 
 
 def _integers(name: str, value: ArrayLike, batch: int) -> Any:

@@ -5,6 +5,7 @@ asks for nothing else. Nothing here samples.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ Cache = Any  # a pytree of arrays
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel:
   """A language model as a pytree: `params` are its leaves, the functions are static.
 
@@ -46,12 +47,72 @@ class LanguageModel:
   context_length: int | None = dataclasses.field(default=None, metadata={"static": True})
   tokenizer_hash: str | None = dataclasses.field(default=None, metadata={"static": True})
 
+  def __repr__(self) -> str:
+    """A summary: the arrays would fill a notebook."""
+    leaves = jax.tree.leaves(self.params)
+    count = sum(math.prod(getattr(leaf, "shape", ())) for leaf in leaves)
+    kinds = " and ".join(dict.fromkeys(str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves))
+    return (
+      f"{type(self).__name__}(vocab_size={self.vocab_size}, {count:,} parameters in {kinds or 'no array'}, "
+      f"context_length={self.context_length})"
+    )
+
 
 def run(model: LanguageModel, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
-  """One pass of `model` over tokens[B, T] from start[B], rewound to `start` first if it is a model that must be."""
-  if model.rewind is not None:
-    cache = model.rewind(cache, start)
-  return model.apply(model.params, tokens, cache, start)
+  """One pass of `model` over tokens[B, T] from start[B], rewound to `start` first if it is a model that must be.
+
+  Raises TypeError, while it is traced, if `apply` returns other types than it must.
+  """
+  rewound = cache if model.rewind is None else model.rewind(cache, start)
+  returned = model.apply(model.params, tokens, rewound, start)
+  _check_pass(model, tokens, cache, returned)
+  return returned
+
+
+def _check_pass(model: LanguageModel, tokens: Array, cache: Cache, returned: Any) -> None:
+  """Costs a traced program nothing; without it a loop over passes fails far from the cause."""
+  batch, width = tokens.shape
+  allowed, name = f"float32[{batch},{width},{model.vocab_size}]", _name(model.apply)
+  if not (isinstance(returned, tuple) and len(returned) == 2):
+    raise TypeError(f"{name} returned {type(returned).__name__}; it must return (logits {allowed}, cache).")
+  logits = short_types(returned[0])
+  if logits != allowed:
+    raise TypeError(
+      f"{name} returned logits {logits}; they must be {allowed} for tokens {short_types(tokens)} and a vocabulary of "
+      f"{model.vocab_size}."
+    )
+  require_same_types(f"{name} returned a cache", cache, returned[1])
+
+
+def short_types(tree: Any) -> Any:
+  """The same pytree with a text such as "int32[2,3]" for each array."""
+
+  def short(leaf: Any) -> str:
+    try:
+      kind = jax.typeof(leaf)
+    except TypeError:
+      return type(leaf).__name__
+    return f"{kind.dtype}[{','.join(map(str, kind.shape))}]"
+
+  return jax.tree.map(short, tree)
+
+
+def require_same_types(what: str, given: Any, returned: Any) -> None:
+  """Raises TypeError, naming the first difference, unless both pytrees have the same structure, shapes and dtypes."""
+  structures = jax.tree.structure(given), jax.tree.structure(returned)
+  if structures[0] != structures[1]:
+    raise TypeError(f"{what} of the structure {structures[1]}; it must be that of the one given: {structures[0]}.")
+  for (path, before), after in zip(
+    jax.tree.leaves_with_path(short_types(given)), jax.tree.leaves(short_types(returned)), strict=True
+  ):
+    if before != after:
+      where = f" at {jax.tree_util.keystr(path)}" if path else ""
+      raise TypeError(f"{what} with {after}{where}; it must be {before}, as in the one given.")
+
+
+def _name(function: Any) -> str:
+  name = getattr(function, "__qualname__", None)
+  return f"{function.__module__}.{name}" if name else repr(function)
 
 
 def prefill(model: LanguageModel, cache: Cache, tokens: Array, lengths: Array, chunk: int) -> Cache:

@@ -55,7 +55,7 @@ class SampleResult:
   tokens: int32[B, P + max_new]; the prompt, the generated tokens right behind it in each row, 0 after.
   lengths: int32[B], prompt included.
   logprobs: float32[B, P + max_new], log p of each generated token under the warped target law, 0 elsewhere. A NaN says
-    that the target's logits were not finite there.
+    that the target's logits were not finite there, or that the rule's verdict could not be: see `step`.
   stats: see `Stats`.
   """
 

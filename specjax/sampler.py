@@ -21,15 +21,13 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from specjax import checks, keys, verify
+from specjax.checks import PREFILL_CHUNK, Request
 from specjax.draft.base import Context, Drafter, DraftState, Proposal
 from specjax.keys import Purpose
 from specjax.language_model import Cache, LanguageModel, prefill, run
 from specjax.result import SampleResult, Stats
 from specjax.verify import Verdict, Verifier
 from specjax.warp import DEFAULT_WARP, Warp, log_probs, pick
-
-MIN_SLOTS = 128
-PREFILL_CHUNK = 64  # prompt tokens a pass
 
 
 @jax.tree_util.register_dataclass
@@ -59,14 +57,33 @@ class SpecState:
   tokens: Array  # int32[B, L]
   logprobs: Array  # float32[B, L], log p of generated tokens
 
+  def result(self) -> SampleResult:
+    """What `sample` returns, at any age of the state; buffers in full length. Leading axes of a `vmap` stay."""
+    final = lax.broadcasted_iota(jnp.int32, self.tokens.shape, self.tokens.ndim - 1) < self.length[..., None]
+    return SampleResult(
+      tokens=jnp.where(final, self.tokens, 0),
+      lengths=self.length,
+      logprobs=jnp.where(final, self.logprobs, 0.0),
+      stats=Stats(
+        rounds=self.round,
+        generated=self.length - self.prompt_length,
+        drafted=self.drafted,
+        accepted=self.accepted,
+        tested=self.tested,
+        accepted_at=self.accepted_at,
+        overlap=self.overlap,
+      ),
+    )
+
 
 class RoundInfo(NamedTuple):
   """What happened in one round.
 
   tokens: int32[B, gamma+1], accepted drafts and then the next token; the first `num_emitted` were emitted.
   num_emitted: int32[B]; 0 for a row that had finished.
-  num_drafted, num_accepted: int32[B], as the verifier saw and said.
-  log_p: float32[B, gamma+1, V], the target's laws; log_q: float32[B, gamma, V], the drafter's.
+  num_drafted, num_accepted: int32[B], as the verifier saw and said; a verdict that can't be counts as 0.
+  log_p: float32[B, gamma+1, V], the target's laws, NaN after such a verdict.
+  log_q: float32[B, gamma, V], the drafter's laws.
   draft_tokens: int32[B, gamma].
   """
 
@@ -81,78 +98,51 @@ class RoundInfo(NamedTuple):
 
 def init(
   target: LanguageModel,
-  drafter: Drafter,
-  prompt_tokens: Array,
+  drafter: Drafter | None,
+  prompt_tokens: ArrayLike,
   *,
   key: Array,
-  prompt_lengths: Array,
-  limit: Array,
-  max_length: int,
-  num_draft_tokens: int,
-  warp: Warp,
-  stop_ids: Array,
+  prompt_lengths: ArrayLike | None = None,
+  max_new_tokens: ArrayLike = 128,
+  num_draft_tokens: int = 4,
+  warp: Warp = DEFAULT_WARP,
+  eos_id: int | Sequence[int] | None = None,
+  max_length: int | None = None,
   prefill_chunk: int = PREFILL_CHUNK,
 ) -> SpecState:
-  """Reads the prompts and returns the state before the first round.
+  """Reads the prompts, in a compiled program, and returns the state before the first round.
 
-  prompt_tokens: int32[B, P], right-padded; prompt_lengths: int32[B], from 1 to P.
-  key: a single key, of which row b takes `fold_in(key, b)`, or key[B].
-  limit: int32[B], the length, prompt included, at which a row ends.
-  max_length: static; slots of the buffers, at least P and `slots(max(prompt_lengths), max(limit), ...)`.
-  stop_ids: int32[E], tokens that end a row; E may be 0.
-  prefill_chunk: static; prompt tokens a pass.
+  The arguments are those of `sample`, with the same defaults and checks; `num_draft_tokens` holds for every `step` of
+  the state. Under an outer `jit` or `vmap`, `max_new_tokens` may be traced where `max_length` is given. Its value can't
+  be looked at then: a row ends at `max_length - num_draft_tokens - 1` tokens if its limit lies beyond (`state.limit`).
   """
-  batch, width = prompt_tokens.shape
-  positions = jnp.arange(max_length)[None]
-  tokens = jnp.pad(prompt_tokens.astype(jnp.int32), ((0, 0), (0, max_length - width)))
-  tokens = jnp.where(positions < prompt_lengths[:, None], tokens, 0)
-
-  fed = prompt_lengths - 1
-  target_cache = prefill(target, target.init_cache(target.params, batch, max_length), tokens, fed, prefill_chunk)
-  draft_state = ()
-  if num_draft_tokens:
-    draft_state = drafter.prefill(drafter.init(batch, max_length), tokens, fed, prefill_chunk)
-
-  count = jnp.zeros(batch, jnp.int32)
-  count_at = jnp.zeros((batch, num_draft_tokens), jnp.int32)
-  return SpecState(
-    length=prompt_lengths,
-    finished=prompt_lengths >= limit,
-    round=count,
-    target_cache=target_cache,
-    draft_state=draft_state,
-    key=keys.row_keys(key, batch),
-    limit=limit,
-    warp=warp.per_row(batch),
-    stop_ids=stop_ids,
-    prompt_length=prompt_lengths,
-    drafted=count,
-    accepted=count,
-    tested=count_at,
-    accepted_at=count_at,
-    overlap=jnp.zeros(batch, jnp.float32),
-    tokens=tokens,
-    logprobs=jnp.zeros((batch, max_length), jnp.float32),
-  )
+  request, _ = checks.request(
+    target, drafter, prompt_tokens, key, prompt_lengths, max_new_tokens, num_draft_tokens, warp, eos_id, max_length,
+    prefill_chunk,
+  )  # fmt: skip
+  return _start(request)
 
 
 def step(
-  state: SpecState,
-  target: LanguageModel,
-  drafter: Drafter,
-  *,
-  num_draft_tokens: int,
-  verifier: str | Verifier = "token",
+  state: SpecState, target: LanguageModel, drafter: Drafter | None, *, verifier: str | Verifier = "token"
 ) -> tuple[SpecState, RoundInfo]:
   """One round of every unfinished row; finished rows stay as they are. Pure; run it under `jax.jit`.
 
-  num_draft_tokens: static, and the same as `init` was given. verifier: static, a name or a function.
+  state: of `init` with the same target and drafter, or of a `step`. verifier: static, a name or a function.
   Returns the state and what happened: see `RoundInfo`.
+
+  Raises TypeError or ValueError, while it is traced, for a model, a drafter or a rule that returns other types than it
+  must. Values can't be looked at then, but a wrong one shows as a NaN in `logprobs`: where `num_accepted` is outside
+  0..`num_drafted` no draft is kept and `next_token` is emitted so marked; one outside the vocabulary is marked, too.
   """
+  gamma = state.tested.shape[1]
+  proposer, rule = checks.models(target, drafter, gamma), verify.get(verifier)
   key = keys.round_keys(state.key, state.round)
-  proposal = _draft(state, target, drafter, num_draft_tokens, key)
+  proposal = _draft(state, target, proposer, gamma, key)
   log_p, target_cache = _score(state, target, proposal)
-  verdict = _verify(verify.get(verifier), log_p, proposal, key)
+  verdict = _verify(rule, log_p, proposal, key)
+  checks.verdict(rule, verdict, log_p.shape[0])
+  verdict, log_p = _void_impossible(verdict, proposal, log_p)
   state = dataclasses.replace(state, target_cache=target_cache, draft_state=proposal.state)
   return _commit(state, proposal, log_p, verdict)
 
@@ -191,81 +181,59 @@ def sample(
   `jax.jit` values can't be looked at: shapes and types alone are checked there.
   """
   rule = verify.get(verifier)
-  request = checks.request(
-    target, drafter, prompt_tokens, key, prompt_lengths, max_new_tokens, num_draft_tokens, warp, eos_id, prefill_chunk
-  )
-  need = slots(request.width, request.longest, num_draft_tokens, prefill_chunk)
-  if max_length is None:
-    max_length = 1 << max(need - 1, MIN_SLOTS - 1).bit_length()
-  elif (max_length := checks.count("max_length", max_length, 1)) < need:
-    raise ValueError(f"max_length={max_length} is too small: these prompts and limits take {need} slots.")
-  result = _sample(
-    target,
-    drafter if num_draft_tokens else None,
-    request.pad_to(max_length),
-    key,
-    request.prompt_lengths,
-    request.limit,
-    request.warp,
-    request.stop_ids,
-    max_length=max_length,
-    num_draft_tokens=int(num_draft_tokens),  # numpy's integers are other static values
-    verifier=rule,
-    prefill_chunk=prefill_chunk,
-  )
-  return result.cut(request.longest)
-
-
-@functools.partial(jax.jit, static_argnames=("max_length", "num_draft_tokens", "verifier", "prefill_chunk"))
-def _sample(
-  target,
-  drafter,
-  prompt_tokens,
-  key,
-  prompt_lengths,
-  limit,
-  warp,
-  stop_ids,
-  *,
-  max_length,
-  num_draft_tokens,
-  verifier,
-  prefill_chunk,
-) -> SampleResult:
-  state = init(
-    target, drafter, prompt_tokens, key=key, prompt_lengths=prompt_lengths, limit=limit, warp=warp, stop_ids=stop_ids,
-    max_length=max_length, num_draft_tokens=num_draft_tokens, prefill_chunk=prefill_chunk,
+  request, width = checks.request(
+    target, drafter, prompt_tokens, key, prompt_lengths, max_new_tokens, num_draft_tokens, warp, eos_id, max_length,
+    prefill_chunk,
   )  # fmt: skip
+  if width is None:
+    raise TypeError(
+      "max_new_tokens is traced, but it decides the shape of the result: pass an int or a numpy array (close over it "
+      "or make it a static argument); within a program use specjax.init and specjax.step, whose limit is dynamic."
+    )
+  return _sample(request, verifier=rule).cut(width)
+
+
+@functools.partial(jax.jit, static_argnames="verifier")
+def _sample(request: Request, *, verifier: Verifier) -> SampleResult:
   state = lax.while_loop(
     lambda state: ~state.finished.all(),
-    lambda state: step(state, target, drafter, num_draft_tokens=num_draft_tokens, verifier=verifier)[0],
-    state,
+    lambda state: step(state, request.target, request.drafter, verifier=verifier)[0],
+    _start(request),
   )
-  return result_of(state)
+  return state.result()
 
 
-def result_of(state: SpecState) -> SampleResult:
-  """What `sample` returns, from a state of any age; buffers in full length."""
-  final = jnp.arange(state.tokens.shape[1])[None] < state.length[:, None]
-  return SampleResult(
-    tokens=jnp.where(final, state.tokens, 0),
-    lengths=state.length,
-    logprobs=jnp.where(final, state.logprobs, 0.0),
-    stats=Stats(
-      rounds=state.round,
-      generated=state.length - state.prompt_length,
-      drafted=state.drafted,
-      accepted=state.accepted,
-      tested=state.tested,
-      accepted_at=state.accepted_at,
-      overlap=state.overlap,
-    ),
+@jax.jit  # the loop over the prompt's passes would compile anew at every call
+def _start(request: Request) -> SpecState:
+  target, drafter, lengths = request.target, request.drafter, request.prompt_lengths
+  gamma, chunk, (batch, max_length) = request.num_draft_tokens, request.prefill_chunk, request.tokens.shape
+  tokens = jnp.where(jnp.arange(max_length)[None] < lengths[:, None], request.tokens, 0)
+
+  fed = lengths - 1
+  target_cache = prefill(target, target.init_cache(target.params, batch, max_length), tokens, fed, chunk)
+  draft_state = drafter.prefill(drafter.init(batch, max_length), tokens, fed, chunk) if gamma else ()
+
+  count = jnp.zeros(batch, jnp.int32)
+  count_at = jnp.zeros((batch, gamma), jnp.int32)
+  return SpecState(
+    length=lengths,
+    finished=lengths >= request.limit,
+    round=count,
+    target_cache=target_cache,
+    draft_state=draft_state,
+    key=keys.row_keys(request.key, batch),
+    limit=request.limit,
+    warp=request.warp,
+    stop_ids=request.stop_ids,
+    prompt_length=lengths,
+    drafted=count,
+    accepted=count,
+    tested=count_at,
+    accepted_at=count_at,
+    overlap=jnp.zeros(batch, jnp.float32),
+    tokens=tokens,
+    logprobs=jnp.zeros((batch, max_length), jnp.float32),
   )
-
-
-def slots(prompt_length: int, limit: int, num_draft_tokens: int, prefill_chunk: int = PREFILL_CHUNK) -> int:
-  """Slots that buffers and caches need: XLA clamps a write past the end, and so overwrites good rows."""
-  return max(limit + num_draft_tokens + 1, prompt_length - 1 + prefill_chunk)
 
 
 def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int, key: Array) -> Proposal:
@@ -287,6 +255,7 @@ def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int
     vocab_size=target.vocab_size,
   )
   proposal = drafter.propose(state.draft_state, context, gamma)
+  checks.proposal(drafter, proposal, state.draft_state, (batch, gamma, target.vocab_size))
   room = jnp.maximum(state.limit - state.length - 1, 0)
   num_drafted = jnp.where(state.finished, 0, jnp.minimum(proposal.num_drafted, room))
   return dataclasses.replace(proposal, num_drafted=num_drafted)
@@ -303,6 +272,14 @@ def _score(state: SpecState, target: LanguageModel, proposal: Proposal) -> tuple
 def _verify(verifier: Verifier, log_p: Array, proposal: Proposal, key: Array) -> Verdict:
   verify_keys = jax.vmap(keys.fold, (0, None))(key, Purpose.VERIFY)
   return jax.vmap(verifier)(log_p, proposal.log_q, proposal.tokens, proposal.num_drafted, verify_keys)
+
+
+def _void_impossible(verdict: Verdict, proposal: Proposal, log_p: Array) -> tuple[Verdict, Array]:
+  """Counts that can't be keep no draft, and their row's laws are NaN: the state stays whole, and the fault shows."""
+  n, num_drafted, gamma = verdict.num_accepted, proposal.num_drafted, proposal.tokens.shape[1]
+  possible = (n >= 0) & (n <= num_drafted) & (num_drafted <= gamma)
+  verdict = verdict._replace(num_accepted=jnp.where(possible, n, 0))
+  return verdict, jnp.where(possible[:, None, None], log_p, jnp.nan)
 
 
 def _commit(state: SpecState, proposal: Proposal, log_p: Array, verdict: Verdict) -> tuple[SpecState, RoundInfo]:

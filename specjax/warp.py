@@ -77,8 +77,9 @@ def log_probs(logits: Array, warp: Warp) -> Array:
 
 
 def pick(values: Array, tokens: Array) -> Array:
-  """values[..., V] at tokens[...], as a masked sum: a gather would collect a sharded vocabulary."""
-  return jnp.where(_token_ids(values) == tokens[..., None], values, 0).sum(-1)
+  """values[..., V] at tokens[...], as a masked sum: a gather would collect a sharded vocabulary. NaN at no token."""
+  picked = jnp.where(_token_ids(values) == tokens[..., None], values, 0).sum(-1)
+  return jnp.where((tokens >= 0) & (tokens < values.shape[-1]), picked, jnp.nan)
 
 
 def one_hot_law(tokens: Array, vocab_size: int) -> Array:

@@ -1,7 +1,13 @@
-"""What `sample` refuses, with which words and before anything is traced or compiled; and odd input that it takes."""
+"""What `init` and `sample` refuse, with which words and before anything is traced or compiled; and odd input they take.
+
+What models, drafters and rules return is refused while it is traced.
+"""
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.monitoring
@@ -12,8 +18,10 @@ import pytest
 import specjax
 from specjax import checks, sampler, verify
 from specjax.models import tabular
+from specjax.verify import Verdict
 
 V = 5
+ENTRIES = (specjax.sample, specjax.init)
 PROMPTS = np.array([[1, 2, 3], [4, 0, 0]], np.int32)
 compiled: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -31,16 +39,19 @@ def untraceable(vocab_size=V, **fields):
 
 
 def refuse(monkeypatch, error, words, **changes):
-  """`sample` raises `error` with all `words` in its message, neither calling the program nor compiling anything."""
-  monkeypatch.setattr(sampler, "_sample", lambda *_, **__: pytest.fail("the program was called"))
+  """`init` and `sample` raise one `error` with all `words` in its message, neither calling nor compiling a program."""
+  for program in ("_sample", "_start"):
+    monkeypatch.setattr(sampler, program, lambda *_, **__: pytest.fail("the program was called"))
   given = {"prompt_tokens": PROMPTS, "key": jax.random.key(0), "prompt_lengths": np.array([3, 1]), "max_new_tokens": 4}
   target, drafter = changes.pop("target", untraceable()), changes.pop("drafter", specjax.NGramDrafter())
-  before = len(compiled)
-  with pytest.raises(error) as raised:
-    specjax.sample(target, drafter, **(given | changes))
+  before, messages = len(compiled), []
+  for entry in ENTRIES[: 1 if "verifier" in changes else 2]:
+    with pytest.raises(error) as raised:
+      entry(target, drafter, **(given | changes))
+    messages.append(str(raised.value))
   assert len(compiled) == before
-  message = str(raised.value)
-  assert all(word in message for word in words), message
+  assert all(word in messages[0] for word in words), messages[0]
+  assert len(set(messages)) == 1, messages
 
 
 def prompts(*rows):
@@ -48,12 +59,20 @@ def prompts(*rows):
 
 
 PROMPT_ERRORS = {
-  "one row as a vector": ({"prompt_tokens": np.array([1, 2, 3])}, ValueError, ["(3,)", "[B, P]"]),
+  "one row as a vector": (
+    {"prompt_tokens": np.array([1, 2, 3])},
+    ValueError,
+    ["(3,)", "[B, P]", "prompt_tokens[None]"],
+  ),
+  "one row as a list": ({"prompt_tokens": [1, 2, 3]}, ValueError, ["(3,)", "[B, P]", "axis, [prompt_tokens]"]),
+  "no row at all": ({"prompt_tokens": []}, ValueError, ["(0,)", "B >= 1"]),
+  "one token": ({"prompt_tokens": 3}, ValueError, ["()", "[B, P]"]),
   "no rows": ({"prompt_tokens": np.zeros((0, 3), np.int32)}, ValueError, ["(0, 3)", "B >= 1"]),
   "no columns": ({"prompt_tokens": np.zeros((2, 0), np.int32)}, ValueError, ["(2, 0)", "P >= 1"]),
   "three axes": ({"prompt_tokens": np.zeros((2, 3, 1), np.int32)}, ValueError, ["(2, 3, 1)", "[B, P]"]),
   "ragged lists": ({"prompt_tokens": [[1, 2], [3]]}, ValueError, ["different lengths", "pad", "prompt_lengths"]),
-  "text": ({"prompt_tokens": "hello"}, ValueError, ["prompt_tokens", "<U5", "int32"]),
+  "text": ({"prompt_tokens": "hello"}, TypeError, ["prompt_tokens", "text", "tokenizer.encode(text)"]),
+  "texts": ({"prompt_tokens": ["hello", "you"]}, TypeError, ["prompt_tokens", "text", "tokenizer.encode(text)"]),
   "nothing": ({"prompt_tokens": None}, ValueError, ["prompt_tokens", "object", "int32"]),
   "floats": ({"prompt_tokens": PROMPTS.astype(np.float32)}, TypeError, ["float32", "integers"]),
   "bools": ({"prompt_tokens": PROMPTS > 1}, TypeError, ["bool", "integers"]),
@@ -156,7 +175,12 @@ WARP_ERRORS = [
   ("min_p", -0.1, ValueError, ["-0.1", "[0, 1]"]),
   ("min_p", 1.1, ValueError, ["1.1", "[0, 1]"]),
   ("min_p", float("nan"), ValueError, ["nan", "[0, 1]"]),
-  *((name, [value] * 2, TypeError, [str(value), "array"]) for name, value in ROWS.items()),
+  *((name, [value] * 3, ValueError, ["(3,)", "2 rows"]) for name, value in ROWS.items()),
+  *((name, [[value] * 2], TypeError, [str(value), "numpy.array"]) for name, value in ROWS.items()),
+  *((name, ["1", "2"], TypeError, ["['1', '2']", "numpy.array"]) for name in ROWS),
+  ("temperature", [0.5, -1], ValueError, ["-1.0 at row 1", ">= 0"]),
+  ("top_k", [1.0, 2.0], TypeError, ["float", "integer"]),
+  ("top_k", (3, -2), ValueError, ["-2 at row 1", "from 0"]),
   *((name, None, TypeError, ["None"]) for name in ROWS),
   *((name, "1", TypeError, ["'1'"]) for name in ROWS),
   *((name, np.array([value] * 3), ValueError, ["(3,)", "2 rows"]) for name, value in ROWS.items()),
@@ -237,12 +261,166 @@ def test_vocabularies_match_up_to_padding(draft, target, match):
 
 
 def test_traced_sizes_are_refused(monkeypatch):
-  monkeypatch.setattr(sampler, "_sample", lambda *_, **__: pytest.fail("the program was called"))
-  call = functools.partial(specjax.sample, untraceable(), specjax.NGramDrafter(), PROMPTS, key=jax.random.key(0))
-  with pytest.raises(TypeError, match=r"max_new_tokens is traced.*specjax\.init"):
-    jax.jit(lambda n: call(max_new_tokens=n))(4)
-  with pytest.raises(TypeError, match=r"num_draft_tokens=.*int"):
-    jax.jit(lambda n: call(num_draft_tokens=n))(4)
+  for program in ("_sample", "_start"):
+    monkeypatch.setattr(sampler, program, lambda *_, **__: pytest.fail("the program was called"))
+  given = {"prompt_tokens": PROMPTS, "key": jax.random.key(0)}
+  sample, init = (functools.partial(f, untraceable(), specjax.NGramDrafter(), **given) for f in ENTRIES)
+  with pytest.raises(TypeError, match=r"max_new_tokens is traced.*result.*specjax\.init"):
+    jax.jit(lambda n: sample(max_new_tokens=n, max_length=128))(4)
+  with pytest.raises(TypeError, match=r"max_new_tokens is traced.*pass max_length"):
+    jax.jit(lambda n: init(max_new_tokens=n))(4)
+  with pytest.raises(ValueError, match=r"max_length=65 .*66 slots"):
+    jax.jit(lambda n: init(max_new_tokens=n, max_length=65))(4)
+  for name in ("num_draft_tokens", "prefill_chunk", "max_length"):
+    for call in (sample, init):
+      with pytest.raises(TypeError, match=rf"{name}=.*int"):
+        jax.jit(lambda n, call=call, name=name: call(**{name: n}))(4)
+
+
+def returning(**changes):
+  """A toy whose `apply` returns something else: `logits` and `cache` are functions of the right ones."""
+  model = tabular.tabular(jax.random.key(7), V)
+
+  def odd_apply(*arguments):
+    logits, cache = model.apply(*arguments)
+    logits, cache = changes.get("logits", lambda x: x)(logits), changes.get("cache", lambda x: x)(cache)
+    return changes.get("both", lambda *x: x)(logits, cache)
+
+  return dataclasses.replace(model, apply=odd_apply)
+
+
+MODEL_ERRORS = {
+  "half precision": ({"logits": lambda x: x.astype(jnp.bfloat16)}, ["logits bfloat16[2,64,5]", "float32[2,64,5]"]),
+  "another vocabulary": (
+    {"logits": lambda x: x[..., :3]},
+    ["logits float32[2,64,3]", "float32[2,64,5]", "int32[2,64]"],
+  ),
+  "the last position alone": ({"logits": lambda x: x[:, -1]}, ["logits float32[2,5]", "float32[2,64,5]"]),
+  "no cache": ({"both": lambda logits, cache: logits}, ["must return (logits float32[2,64,5], cache)"]),
+  "a third value": ({"both": lambda *x: (*x, None)}, ["tuple", "must return (logits float32[2,64,5], cache)"]),
+  "a longer cache": ({"cache": lambda x: jnp.pad(x, ((0, 0), (0, 1)))}, ["cache", "int32[2,129]", "int32[2,128]"]),
+  "a cache of another type": ({"cache": lambda x: x.astype(jnp.float32)}, ["cache", "float32[2,128]", "int32[2,128]"]),
+  "a wrapped cache": ({"cache": lambda x: {"k": x}}, ["cache", "{'k': *}", "structure"]),
+}
+
+
+@pytest.mark.parametrize("name", MODEL_ERRORS)
+def test_what_a_model_returns(name):
+  changes, words = MODEL_ERRORS[name]
+  right, wrong = tabular.tabular(jax.random.key(7), V), returning(**changes)
+  for target, drafter in ((wrong, specjax.NGramDrafter()), (right, specjax.ModelDrafter(wrong))):
+    messages = []
+    for entry in ENTRIES:
+      with pytest.raises(TypeError, match=r"test_checks.*odd_apply returned") as raised:
+        entry(target, drafter, PROMPTS, key=jax.random.key(0), max_length=128, max_new_tokens=9)
+      messages.append(str(raised.value))
+    assert all(word in messages[0] for word in words), messages[0]
+    assert len(set(messages)) == 1
+
+
+def test_where_a_cache_differs():
+  """Of a cache with many arrays, the one is named."""
+  model = dataclasses.replace(
+    untraceable(),
+    apply=lambda params, tokens, cache, start: (jnp.zeros((*tokens.shape, V)), {**cache, "v": cache["v"][1:]}),
+    init_cache=lambda params, batch, length: {"k": jnp.zeros((3, batch)), "v": jnp.zeros((3, batch))},
+  )
+  with pytest.raises(TypeError, match=r"cache with float32\[2,2\] at \['v'\]; it must be float32\[3,2\]"):
+    specjax.init(model, None, PROMPTS, key=jax.random.key(0), num_draft_tokens=0)
+
+
+def one_step(**settings):
+  """Traces a round, compiling nothing."""
+  target, drafter = language(), settings.pop("drafter", specjax.NGramDrafter())
+  init = functools.partial(specjax.init, language(), settings.pop("first", drafter), PROMPTS, num_draft_tokens=2)
+  return jax.eval_shape(lambda key: specjax.step(init(key=key), target, drafter, **settings), jax.random.key(0))
+
+
+VERDICT_ERRORS = {
+  "a tuple": (lambda n, token: (n, token), ["('int32[]', 'int32[]')"]),
+  "nothing": (lambda n, token: None, ["None"]),
+  "a number": (lambda n, token: n, ["int32[]"]),
+  "floats": (lambda n, token: Verdict(n, token.astype(jnp.float32)), ["float32[]", "num_accepted='int32[]'"]),
+  "bytes": (lambda n, token: Verdict(n.astype(jnp.uint8), token), ["uint8[]", "next_token='int32[]'"]),
+  "a vector": (lambda n, token: Verdict(n, token[None]), ["int32[1]"]),
+  "a bool": (lambda n, token: Verdict(n > 0, token), ["bool[]"]),
+}
+
+
+@pytest.mark.parametrize("name", VERDICT_ERRORS)
+def test_what_a_rule_returns(name):
+  odd, words = VERDICT_ERRORS[name]
+
+  @verify.declare(lossless=False)
+  def odd_rule(*arguments):
+    return odd(*verify.token(*arguments))
+
+  with pytest.raises(
+    TypeError, match=r"odd_rule returned.*Verdict\(num_accepted, next_token\), two int32 scalars"
+  ) as raised:
+    one_step(verifier=odd_rule)
+  assert all(word in str(raised.value) for word in words), raised.value
+  with pytest.raises(TypeError, match=r"odd_rule returned"):
+    sample(verifier=odd_rule)
+
+
+def test_python_ints_are_a_verdict():
+  rule = verify.declare(lossless=False)(lambda *_: Verdict(0, 1))
+  assert one_step(verifier=rule)[1].num_accepted.shape == (2,)
+
+
+PROPOSAL_ERRORS = {
+  "tokens": (lambda x: {"tokens": x.tokens[:, :1]}, ["tokens: int32[2,1]", "int32[2,2]"]),
+  "no law": (lambda x: {"log_q": x.log_q[..., 0]}, ["log_q: float32[2,2]", "float32[2,2,5]"]),
+  "law in half precision": (lambda x: {"log_q": x.log_q.astype(jnp.bfloat16)}, ["log_q: bfloat16[2,2,5]"]),
+  "count": (lambda x: {"num_drafted": x.num_drafted.astype(jnp.float32)}, ["num_drafted: float32[2]", "int32[2]"]),
+  "state": (lambda x: {"state": (x.tokens,)}, ["state", "structure", "(*,)"]),
+}
+
+
+@pytest.mark.parametrize("name", PROPOSAL_ERRORS)
+def test_what_a_drafter_returns(name):
+  odd, words = PROPOSAL_ERRORS[name]
+
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class OddDrafter(specjax.NGramDrafter):
+    def propose(self, state, context, num_draft_tokens):
+      proposal = super().propose(state, context, num_draft_tokens)
+      return dataclasses.replace(proposal, **odd(proposal))
+
+  with pytest.raises(TypeError, match=r"OddDrafter\.propose returned") as raised:
+    one_step(drafter=OddDrafter())
+  assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_what_step_refuses():
+  """Models, drafters and rules, with the words of `sample`."""
+  for drafter in DRAFTER_ERRORS:
+    value, error, words = DRAFTER_ERRORS[drafter]
+    with pytest.raises(error) as raised:
+      one_step(drafter=value, first=specjax.NGramDrafter())
+    assert all(word in str(raised.value) for word in words), raised.value
+  for changes, error, words in RULE_ERRORS.values():
+    with pytest.raises(error) as raised:
+      one_step(**changes)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_model_is_shown_by_its_sizes():
+  params = {"a": jnp.zeros((1000, 3)), "b": np.zeros(7, np.float16), "c": jax.ShapeDtypeStruct((2, 2), np.float32)}
+  model = dataclasses.replace(untraceable(49_152, context_length=2048), params=params)
+  text = "LanguageModel(vocab_size=49152, 3,011 parameters in float32 and float16, context_length=2048)"
+  assert repr(model) == text
+  assert repr(specjax.ModelDrafter(model)) == f"ModelDrafter(model={text})"
+  # jax shows pytrees whose leaves are no arrays when it explains an error.
+  assert "0 parameters in no array" in repr(dataclasses.replace(model, params=None))
+  assert "str" in repr(dataclasses.replace(model, params="weights"))
+
+
+def test_modules_are_attributes():
+  code = "import specjax; specjax.models.tabular.law, specjax.verify.declare, specjax.keys.fold, specjax.warp.log_probs"
+  subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 traces: list[int] = []
@@ -281,6 +459,7 @@ FORMS = {
   "stop tokens in a list": lambda: sample(eos_id=[np.int64(2)]),
   "stop tokens in a range": lambda: sample(eos_id=range(2, 3)),
   "filters that keep all": lambda: sample(warp=specjax.Warp(top_k=2**31 - 1, top_p=1 + 1e-12)),
+  "settings in lists": lambda: sample(warp=specjax.Warp([1.0, 1], (0, 0), [1.0, 1.0], [0, 0])),
   "settings by row": lambda: sample(warp=specjax.Warp(np.ones(2), np.zeros(2, np.uint8), jnp.ones(2), np.float16(0))),
   "whole temperature": lambda: sample(warp=specjax.Warp(temperature=1)),
   "numpy gamma": lambda: sample(num_draft_tokens=np.int64(2)),

@@ -19,8 +19,7 @@ from specjax.models import tabular
 from specjax.verify import Verdict, declare
 
 GREEDY = specjax.Warp(temperature=0.0)
-init = jax.jit(specjax.init, static_argnames=("max_length", "num_draft_tokens", "prefill_chunk"))
-step = jax.jit(specjax.step, static_argnames=("num_draft_tokens", "verifier"))
+step = jax.jit(specjax.step, static_argnames="verifier")
 
 
 @functools.cache
@@ -107,14 +106,12 @@ def test_key_of_row_b_is_folded_from_one_key():
 def test_draft_equal_to_target_accepts_everything(gamma, temperature):
   """Every round accepts gamma; both caches then hold what a fresh prefill of the same text writes."""
   target, prompt, rounds = language(1), prompts(4, 6), 4
-  settings = {"num_draft_tokens": gamma}
-  state = init(
-    target, specjax.ModelDrafter(target), jnp.asarray(prompt), key=jax.random.key(0),
-    prompt_lengths=jnp.array([1, 3, 6, 4]), limit=jnp.full(4, 60), max_length=80,
-    warp=specjax.Warp(temperature), stop_ids=jnp.zeros(0, jnp.int32), **settings,
+  state = specjax.init(
+    target, specjax.ModelDrafter(target), prompt, key=jax.random.key(0), prompt_lengths=[1, 3, 6, 4],
+    max_new_tokens=54, num_draft_tokens=gamma, warp=specjax.Warp(temperature),
   )  # fmt: skip
   for _ in range(rounds):
-    state, info = step(state, target, specjax.ModelDrafter(target), **settings)
+    state, info = step(state, target, specjax.ModelDrafter(target))
     assert info.num_accepted.tolist() == [gamma] * 4
     assert info.num_emitted.tolist() == [gamma + 1] * 4
   for row in range(4):
@@ -134,15 +131,14 @@ def scripted(log_p, log_q, draft_tokens, num_drafted, key):
 def test_caches_after_rounds_that_accept_none_some_and_all():
   """At least 3 rounds of every kind: the cache equals a fresh prefill below length-1, and laws are teacher-forced."""
   target, draft, gamma = language(1), language(2), 3
-  state = init(
-    target, specjax.ModelDrafter(draft), jnp.asarray(prompts(8, 7)), key=jax.random.key(4),
-    prompt_lengths=jnp.array([1, 4, 7, 2, 3, 5, 6, 7]), limit=jnp.full(8, 100), max_length=128, num_draft_tokens=gamma,
-    warp=specjax.Warp(), stop_ids=jnp.zeros(0, jnp.int32), prefill_chunk=4,
+  state = specjax.init(
+    target, specjax.ModelDrafter(draft), prompts(8, 7), key=jax.random.key(4),
+    prompt_lengths=[1, 4, 7, 2, 3, 5, 6, 7], max_new_tokens=90, num_draft_tokens=gamma, prefill_chunk=4,
   )  # fmt: skip
   seen = set()
   for _ in range(12):
     before = state
-    state, info = step(state, target, specjax.ModelDrafter(draft), num_draft_tokens=gamma, verifier=scripted)
+    state, info = step(state, target, specjax.ModelDrafter(draft), verifier=scripted)
     seen |= set(info.num_accepted.tolist())
     for row in range(8):
       start, length = int(before.length[row]), int(state.length[row])
@@ -241,18 +237,14 @@ def test_statistics_from_rounds():
   """Pooled counts, recomputed from every round's info: a ratio of sums, not a mean of ratios."""
   target, gamma, rows = language(1), 3, 5
   prompt, lengths = prompts(rows, 4), np.array([1, 2, 3, 4, 4])
-  settings = {"key": jax.random.key(6), "warp": specjax.Warp()}
-  result = specjax.sample(
-    target, drafter(), prompt, prompt_lengths=lengths, max_new_tokens=15, num_draft_tokens=gamma, eos_id=0, **settings
-  )
-  state = init(
-    target, drafter(), jnp.asarray(prompt), prompt_lengths=jnp.asarray(lengths), limit=jnp.asarray(lengths + 15),
-    max_length=128, num_draft_tokens=gamma, stop_ids=jnp.array([0]), **settings,
+  state = specjax.init(
+    target, drafter(), prompt, key=jax.random.key(6), prompt_lengths=lengths, max_new_tokens=15,
+    num_draft_tokens=gamma, eos_id=0,
   )  # fmt: skip
   drafted = np.zeros(rows, int)
   tested, accepted_at, overlap = np.zeros((rows, gamma), int), np.zeros((rows, gamma), int), np.zeros(rows)
   while not state.finished.all():
-    state, info = step(state, target, drafter(), num_draft_tokens=gamma)
+    state, info = step(state, target, drafter())
     for row in range(rows):
       emitted, accepted = int(info.num_emitted[row]), int(info.num_accepted[row])
       stopped_inside = emitted < accepted + 1 or (emitted and emitted <= accepted)
@@ -261,6 +253,7 @@ def test_statistics_from_rounds():
         tested[row, i] += 1
         accepted_at[row, i] += i < accepted
         overlap[row] += np.minimum(np.exp(info.log_p[row, i]), np.exp(info.log_q[row, i])).sum()
+  result = state.result()
   stats = result.stats
   np.testing.assert_array_equal(stats.tested, tested)
   np.testing.assert_array_equal(stats.accepted_at, accepted_at)
@@ -281,45 +274,119 @@ def test_alpha_is_the_acceptance_rate_of_tested_drafts():
   assert abs(float(stats.pooled_alpha) - int(stats.accepted.sum()) / tested) < 4 * 0.5 / tested**0.5
 
 
-def test_sample_is_the_loop_over_step():
-  """`init` and jitted `step`s, `lax.scan` over `step`, and an outer jit all give the tokens of `sample`."""
-  target, prompt, gamma = language(1), prompts(3, 4), 2
-  settings = {"key": jax.random.key(2), "warp": specjax.Warp(0.9)}
-  expected = specjax.sample(target, drafter(), prompt, max_new_tokens=10, num_draft_tokens=gamma, **settings)
+def same(left, right):
+  """Bit for bit, NaN included."""
+  jax.tree.map(np.testing.assert_array_equal, left, right)
 
-  def start(target, key, max_length=64):
-    return init(
-      target, drafter(), jnp.asarray(prompt), key=key, prompt_lengths=jnp.full(3, 4), limit=jnp.full(3, 14),
-      max_length=max_length, num_draft_tokens=gamma, warp=settings["warp"], stop_ids=jnp.zeros(0, jnp.int32),
-      prefill_chunk=3,
-    )  # fmt: skip
 
-  def body(state, _):
-    return specjax.step(state, target, drafter(), num_draft_tokens=gamma)
+LOOP = {
+  "key": jax.random.split(jax.random.key(2), 3), "prompt_lengths": [1, 4, 3], "max_new_tokens": [10, 7, 0], "eos_id": 4,
+  "warp": specjax.Warp([0.9, 1.0, 0.0]), "max_length": 64, "prefill_chunk": 3,
+}  # fmt: skip
 
-  state = start(target, settings["key"])
+
+@functools.cache
+def whole(gamma: int):
+  return specjax.sample(language(1), drafter(), prompts(3, 4), num_draft_tokens=gamma, **LOOP)
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_sample_is_init_and_steps(gamma):
+  """The same arguments give the same result, bit for bit. States are donated: no two fields share a buffer."""
+  advance = jax.jit(specjax.step, donate_argnums=0)
+  result = jax.jit(lambda state: jax.tree.map(jnp.copy, state.result().cut(14)))
+  state = specjax.init(language(1), drafter(), prompts(3, 4), num_draft_tokens=gamma, **LOOP)
+  before = jax.device_get(result(state))
   while not state.finished.all():
-    state, _ = step(state, target, drafter(), num_draft_tokens=gamma)
-  np.testing.assert_array_equal(state.tokens[:, :14], expected.tokens)
+    donated = state
+    state, info = advance(state, language(1), drafter() if gamma else None)
+    assert donated.tokens.is_deleted()
+    after, info = jax.device_get((result(state), info))
+    for row, (start, end) in enumerate(zip(before.lengths, after.lengths, strict=True)):
+      # What was final stays so, and what is new is what the round says.
+      new = [*before.tokens[row, :start], *info.tokens[row, : info.num_emitted[row]]]
+      assert after.tokens[row, :end].tolist() == new
+    before = after
+  same(before, whole(gamma))
+  assert before.lengths.tolist() != [11, 11, 3], "no row met its stop token"
+  state, info = advance(state, language(1), drafter() if gamma else None)
+  same(result(state), before)
+  assert info.num_emitted.tolist() == [0, 0, 0]
 
-  scanned, infos = jax.lax.scan(body, start(target, settings["key"]), length=10)
-  np.testing.assert_array_equal(scanned.tokens[:, :14], expected.tokens)
-  np.testing.assert_array_equal(infos.num_emitted.sum(0), [10] * 3)
+
+def test_steps_under_scan_and_a_traced_limit():
+  """One program from the prompt to the result: `init` with a limit that is an argument, `scan` over `step`."""
+  traces = []
 
   @jax.jit
+  def program(target, prompt, lengths, max_new_tokens):
+    traces.append(None)
+    settings = LOOP | {"prompt_lengths": lengths, "max_new_tokens": max_new_tokens}
+    state = specjax.init(target, drafter(), prompt, num_draft_tokens=3, **settings)
+    state, infos = jax.lax.scan(lambda state, _: specjax.step(state, target, drafter()), state, length=11)
+    return state, infos.num_emitted
+
+  state, emitted = program(language(1), prompts(3, 4), np.array([1, 4, 3]), np.array([10, 7, 0]))
+  same(state.result().cut(14), whole(3))
+  np.testing.assert_array_equal(emitted.sum(0), whole(3).stats.generated)
+  # Where the limit can't be looked at, the buffer is one, and nothing is overwritten.
+  state, _ = program(language(1), prompts(3, 4), np.array([1, 4, 3]), np.array([2**31 - 1, 7, -1]))
+  assert state.limit.tolist() == [64 - 3 - 1, 11, 2]
+  np.testing.assert_array_equal(state.result().tokens[1, :14], whole(3).tokens[1])
+  assert len(traces) == 1
+
+
+def test_seeds_under_vmap():
+  """A state for each seed from one `init` and one `step`; each is what a run of its own gives."""
+  target, seeds = language(1), jax.random.split(jax.random.key(5), (4, 3))
+  start = functools.partial(specjax.init, target, drafter(), prompts(3, 4), num_draft_tokens=3)
+  many = jax.vmap(lambda key: start(**(LOOP | {"key": key})))(seeds)
+  advance = jax.jit(jax.vmap(lambda state: specjax.step(state, target, drafter())[0]))
+  while not many.finished.all():
+    many = advance(many)
+  for i, seed in enumerate(seeds):
+    one = specjax.sample(target, drafter(), prompts(3, 4), num_draft_tokens=3, **(LOOP | {"key": seed}))
+    mine = jax.tree.map(lambda x, i=i: x[i], many.result())
+    np.testing.assert_array_equal(mine.tokens[:, :14], one.tokens)
+    np.testing.assert_array_equal(mine.lengths, one.lengths)
+    np.testing.assert_array_equal(mine.stats.accepted_at, one.stats.accepted_at)
+    np.testing.assert_allclose(mine.logprobs[:, :14], one.logprobs, atol=1e-6)
+
+
+def test_sample_under_an_outer_jit():
+  @jax.jit
   def outer(target, prompt, key):
-    return specjax.sample(
-      target, drafter(), prompt, key=key, max_new_tokens=10, num_draft_tokens=gamma, warp=settings["warp"]
-    )
+    return specjax.sample(target, drafter(), prompt, num_draft_tokens=3, **(LOOP | {"key": key}))
 
-  np.testing.assert_array_equal(outer(target, prompt, settings["key"]).tokens, expected.tokens)
+  same(outer(language(1), prompts(3, 4), LOOP["key"]), whole(3))
 
-  seeds = jax.random.split(jax.random.key(5), 4)
-  many = jax.vmap(lambda key: start(target, key))(seeds)
-  many, _ = jax.jit(jax.vmap(lambda state: body(state, None)))(many)
-  for i in range(4):
-    one, _ = step(start(target, seeds[i]), target, drafter(), num_draft_tokens=gamma)
-    np.testing.assert_array_equal(many.tokens[i], one.tokens)
+
+@declare(lossless=False)
+def impossible(log_p, log_q, draft_tokens, num_drafted, key):
+  """By the first draft: 0 too few, 1 more than were drafted, 2 more than fit, 3 no token of the vocabulary, 4 right."""
+  verdict, kind = verify.token(log_p, log_q, draft_tokens, num_drafted, key), draft_tokens[0]
+  return Verdict(
+    num_accepted=jnp.array([-7, 2, 1000, 0, 0])[kind] + jnp.where(kind == 4, verdict.num_accepted, 0),
+    next_token=jnp.where(kind == 3, log_p.shape[-1], verdict.next_token),
+  )
+
+
+def test_verdicts_that_cannot_be():
+  """The state stays whole, the row goes on token by token, and what it emits is marked; other rows see nothing."""
+  state = specjax.init(
+    language(1), drafter(), prompts(40, 3), key=jax.random.key(2), num_draft_tokens=3, max_new_tokens=2
+  )  # room for one draft
+  state, info = jax.device_get(step(state, language(1), drafter(), verifier=impossible))
+  kinds, right = info.draft_tokens[:, 0], info.draft_tokens[:, 0] == 4
+  assert set(kinds) == set(range(5))
+  assert state.length[~right].tolist() == [4] * (~right).sum()
+  assert not info.num_accepted[~right].any()
+  assert not state.accepted[~right].any()
+  assert (state.tokens[kinds == 3, 3] == 5).all()
+  assert np.isnan(state.logprobs[~right, 3]).all()
+  assert np.isfinite(info.log_p[right]).all()
+  assert np.isfinite(state.logprobs[right]).all()
+  assert state.length[right].tolist() == (4 + info.num_accepted[right]).tolist()
 
 
 def test_one_trace_for_all_lengths_limits_and_warps():

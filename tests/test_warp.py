@@ -232,6 +232,7 @@ def test_pick_and_one_hot_law():
   values = jnp.array([[[1.0, -jnp.inf, jnp.nan], [4.0, 5.0, 6.0]]])
   np.testing.assert_array_equal(pick(values, jnp.array([[0, 2]])), [[1, 6]])
   np.testing.assert_array_equal(pick(values, jnp.array([[1, 0]])), [[-np.inf, 4]])
+  np.testing.assert_array_equal(pick(values, jnp.array([[3, -1]])), [[np.nan, np.nan]])
   np.testing.assert_array_equal(one_hot_law(jnp.array([[2, 0]]), 3), [[[-np.inf, -np.inf, 0], [0, -np.inf, -np.inf]]])
 
 
