@@ -1,0 +1,267 @@
+"""The audit: do these tokens come from the target's law, and if not, where do they leave it?
+
+No reference samples are needed: the target's own teacher-forced law says what every score must be on average. What is
+tested here is what was drawn; how it came about (acceptance, caches, keys) is guessed from where it went wrong.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from specjax import checks
+from specjax.audit import stats, where
+from specjax.audit.report import LogprobCheck, Report, Support, conclude
+from specjax.audit.samples import Samples
+from specjax.audit.scores import Moments, Scores, score
+from specjax.language_model import LanguageModel
+from specjax.warp import DEFAULT_WARP, Warp
+
+DIRECTIONS = ("surprise", "draft", "argmax", "repeat", "copy", "stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+  """What the numerics of an engine may do to its law without being called a fault.
+
+  drift: mean of a score off by this many of its standard deviations a token. It is no bound but an allowance (see
+    docs/audit.md for what was measured); a law at distance KL nats can't drift by more than sqrt(2 KL) or so.
+  logits: by how much two logits may change places; mass: probability by which a top_p may be exceeded.
+  outside: share of the tokens that may fall outside a truncated support in these ways; flips: the same for argmax.
+  """
+
+  drift: float
+  logits: float
+  mass: float
+  outside: float
+  flips: float
+
+
+NOISE = {
+  "float32": Noise(drift=0.0, logits=0.01, mass=1e-3, outside=2e-4, flips=5e-4),
+  "bfloat16": Noise(drift=0.003, logits=1.0, mass=0.05, outside=0.01, flips=0.05),
+}
+
+
+def audit(
+  target: LanguageModel,
+  samples: Samples,
+  *,
+  warp: Warp = DEFAULT_WARP,
+  draft: LanguageModel | None = None,
+  rule: str | None = None,
+  eos_id: int | Sequence[int] | None = None,
+  noise: str | Noise = "bfloat16",
+  alpha: float = 1e-3,
+  power: float = 0.8,
+  seed: int = 0,
+) -> Report:
+  """Tests whether every generated token was drawn from the target's warped law given what came before it.
+
+  target: the model whose law is claimed, in the precision of the reference: float32.
+  warp: the law that was asked for; fields are scalars or have an entry a generation.
+  draft: the engine's draft model, if it had one; adds the direction in which faults of acceptance move a law.
+  rule: "token" says that the engine accepts by token verification with this draft model and that the samples have
+    labels: acceptance, accepted and residual tokens are then each held against their own law.
+  eos_id: tokens that end a generation; they belong to the samples.
+  noise: "float32", "bfloat16" or a `Noise`: what the engine's numerics may do unpunished.
+  alpha: probability of calling a fault where there is none. power: of finding the excess stated as detectable.
+  seed: of the auxiliary uniforms of the rank test.
+
+  Raises ValueError for ids outside the vocabulary, sequences beyond the target's context, samples without any generated
+  token, a draft model with another vocabulary, and a target whose law is NaN.
+  """
+  warp, stop_ids, noise = _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power)
+  scores = score(target, samples, warp, stop_ids, draft)
+  _require_laws(samples, scores)
+  return judge(
+    samples, scores, warp=warp, stop_ids=stop_ids, rule=rule, noise=noise, alpha=alpha, power=power, seed=seed
+  )
+
+
+def judge(
+  samples: Samples,
+  scores: Scores,
+  *,
+  warp: Warp,
+  stop_ids: np.ndarray,
+  rule: str | None,
+  noise: Noise,
+  alpha: float,
+  power: float,
+  seed: int,
+) -> Report:
+  """The report on scores that are at hand already. Main tests and parts of the samples share alpha."""
+  inside, greedy = np.isfinite(scores.log_p), bool((np.asarray(warp.temperature) == 0).all())
+  moments = {name: scores.moments[name] for name in DIRECTIONS if name in scores.moments}
+  moments = {name: Moments(*(x[inside] for x in m)) for name, m in moments.items()}
+  partitions = [dataclasses.replace(g, codes=g.codes[inside]) for g in where.groupings(samples)]
+  free = moments["argmax"].variance > 0
+  tests = [stats.test(name, m, noise.drift) for name, m in moments.items() if stats.is_testable(m)]
+  rank = stats.uniform_test(scores.above[inside][free], scores.tied[inside][free], seed, noise.drift)
+  tests += [] if rank is None else [rank]
+  parts = where.parts(partitions, moments, noise.drift)
+  return conclude(
+    Report(
+      ok=None,
+      verdict="",
+      generations=len(samples.tokens),
+      empty=sum(not len(tokens) for tokens in samples.tokens),
+      tokens=samples.num_tokens,
+      free_tokens=int(free.sum()),
+      tests=tuple(stats.with_power(tests, alpha / 2, power, noise.drift)),
+      skipped=tuple(sorted(set(moments) - {t.name for t in tests})),
+      temperature_scale=float(moments["surprise"].variance.mean()) if inside.any() else math.nan,
+      rule_tests=tuple(_rule_tests(samples, scores, noise, alpha, power)) if rule else (),
+      parts=tuple(parts),
+      contrast=where.sharpest_contrast(partitions, moments, alpha, noise.drift),
+      support=_support(samples, scores, noise, greedy),
+      behind_stop=_behind_stop(samples, stop_ids),
+      evidence=stats.evidence(moments, alpha, noise.drift) if inside.any() else None,
+      logprobs=_logprobs(samples, scores, noise),
+      from_text=samples.from_text,
+      greedy=greedy,
+      alpha=alpha,
+      power=power,
+      noise=dataclasses.asdict(noise),
+    )
+  )
+
+
+def drift(
+  target: LanguageModel, engine: LanguageModel, samples: Samples, *, warp: Warp = DEFAULT_WARP
+) -> dict[str, float]:
+  """What an engine's own numerics does to every score, exactly and without sampling.
+
+  engine: the same model computed as the engine computes it (dtype, kernels). Returns, for each score, the mean over the
+  samples' tokens of E_engine f - E_target f, in standard deviations of f: what `Noise.drift` has to allow. A test over n
+  tokens moves by this times sqrt(n).
+  """
+  warp, stop_ids, _ = _check(target, samples, warp, engine, None, None, "float32", 0.5, 0.5)
+  scores = score(target, samples, warp, stop_ids, engine, expected=True, description="Comparing")
+  _require_laws(samples, scores)
+  return {
+    name: float(m.deviation.sum(dtype=np.float64) / max(np.sqrt(m.variance).sum(dtype=np.float64), 1e-30))
+    for name, m in scores.moments.items()
+  }
+
+
+def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power) -> tuple[Warp, np.ndarray, Noise]:
+  checks.models(target, None, 0)
+  if not isinstance(samples, Samples):
+    raise TypeError(f"samples must be specjax.audit.Samples, got {type(samples).__name__}; see Samples.read.")
+  if not samples.num_tokens:
+    raise ValueError(f"none of the {len(samples.tokens)} generations holds a token: there is nothing to audit.")
+  for name, low, high in (("alpha", 0.0, 0.5), ("power", 0.0, 1.0)):
+    value = {"alpha": alpha, "power": power}[name]
+    if not low < value <= high or value == 1.0:
+      raise ValueError(f"{name}={value} must be a probability above {low:g} and at most {high:g} (below 1).")
+  if isinstance(noise, str):
+    if noise not in NOISE:
+      raise ValueError(f"noise={noise!r} is unknown. Known: {', '.join(NOISE)}; or pass a specjax.audit.Noise.")
+    noise = NOISE[noise]
+  if draft is not None:
+    checks.models(draft, None, 0)
+    if not checks.vocabularies_match(draft.vocab_size, target.vocab_size):
+      raise ValueError(f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}.")
+  if rule not in (None, "token"):
+    raise ValueError(f"rule={rule!r} is unknown; allowed: 'token', or None where acceptance is not to be judged.")
+  if rule and (draft is None or samples.labels is None):
+    raise ValueError("rule='token' needs the draft model and samples with labels.")
+  for i, (prompt, tokens) in enumerate(zip(samples.prompts, samples.tokens, strict=True)):
+    for what, ids in (("prompts", prompt), ("tokens", tokens)):
+      bad = np.flatnonzero((ids < 0) | (ids >= target.vocab_size))
+      if bad.size:
+        raise ValueError(
+          f"{what}[{i}][{bad[0]}]={ids[bad[0]]} is outside the target's vocabulary, 0 to {target.vocab_size - 1}: "
+          "was another tokenizer used?"
+        )
+    for what, model in (("target", target), ("draft model", draft)):
+      limit = None if model is None else model.context_length
+      if limit is not None and len(prompt) + len(tokens) > limit:
+        raise ValueError(f"generation {i} has {len(prompt) + len(tokens)} tokens, the {what}'s context holds {limit}.")
+  ids = [] if eos_id is None else list(eos_id) if isinstance(eos_id, Sequence) else [eos_id]
+  stop_ids = np.unique(np.array(ids, np.int32)) if ids else np.zeros(0, np.int32)
+  if ids and not (0 <= stop_ids[0] and stop_ids[-1] < target.vocab_size):
+    raise ValueError(f"eos_id={eos_id} must hold ids of 0 to {target.vocab_size - 1}.")
+  return checks.warp_settings(warp, len(samples.tokens)), stop_ids, noise
+
+
+def _place(samples: Samples, index: int) -> tuple[int, int]:
+  """(generation, position in it) of a token of the samples."""
+  ends = np.cumsum([len(tokens) for tokens in samples.tokens])
+  generation = int(np.searchsorted(ends, index, side="right"))
+  return generation, int(index - (ends[generation] - len(samples.tokens[generation])))
+
+
+def _require_laws(samples: Samples, scores: Scores) -> None:
+  for what, values in (("target", scores.log_p), ("draft model", scores.log_q)):
+    if values is not None and (bad := np.flatnonzero(np.isnan(values))).size:
+      generation, position = _place(samples, bad[0])
+      raise ValueError(
+        f"the {what}'s law is NaN at token {position} of generation {generation}, and at {bad.size} tokens in all: "
+        "its logits are not finite there."
+      )
+
+
+def _support(samples: Samples, scores: Scores, noise: Noise, greedy: bool) -> Support:
+  """Tokens of probability 0, those that numerics can't excuse, and whether the excused ones are too many."""
+  outside = np.flatnonzero(np.isneginf(scores.log_p))
+  margin, excess = scores.margin[outside], scores.excess[outside]
+  beyond = outside[(margin > noise.logits) & (excess > noise.mass)]
+  worst = None
+  if beyond.size:
+    at = beyond[np.argmax(scores.margin[beyond])]
+    worst = (*_place(samples, at), int(np.concatenate(samples.tokens)[at]))
+  return Support(
+    outside=len(outside),
+    beyond=len(beyond),
+    largest_margin=float(margin.max(initial=0.0)),
+    largest_excess=float(excess[np.isfinite(excess)].max(initial=0.0)),
+    p_value=stats.too_many(len(outside), (noise.flips if greedy else noise.outside) * len(scores.log_p)),
+    worst=worst,
+  )
+
+
+def _behind_stop(samples: Samples, stop_ids: np.ndarray) -> int:
+  """Generations that go on behind a stop token."""
+  return sum(bool(np.isin(tokens[:-1], stop_ids).any()) for tokens in samples.tokens) if stop_ids.size else 0
+
+
+def _logprobs(samples: Samples, scores: Scores, noise: Noise) -> LogprobCheck | None:
+  if samples.logprobs is None:
+    return None
+  given = np.concatenate(samples.logprobs)
+  tolerance = max(noise.logits, 1e-3)
+
+  def off(values: np.ndarray) -> float:
+    with np.errstate(invalid="ignore"):
+      differences = np.abs(given - values)
+    return float(np.mean(~(differences <= tolerance)))  # NaN is off, too
+
+  return LogprobCheck(
+    off_warped=off(scores.log_p),
+    off_raw=off(scores.raw_log_p),
+    all_equal=bool(len(given) > 1 and np.ptp(given) == 0),
+    tolerance=tolerance,
+  )
+
+
+def _rule_tests(samples: Samples, scores: Scores, noise: Noise, alpha: float, power: float) -> list[stats.Test]:
+  """Token verification's own laws: draft accepted with probability sum min(p, q); accepted ~ min(p, q); residual."""
+  labels = np.concatenate(samples.labels or [])
+  assert scores.overlap is not None
+  assert scores.accepted is not None
+  assert scores.residual is not None
+  tested = (labels == "accepted") | (labels == "residual")
+  rate = np.clip(scores.overlap[tested].astype(np.float64), 0.0, 1.0)
+  variance = rate * (1 - rate)
+  laws = {
+    "acceptance": Moments((labels[tested] == "accepted") - rate, variance, variance * (1 - 2 * rate), -rate, 1 - rate),
+    # Where a law has no mass but by rounding, it can't be held against anything.
+    "accepted": Moments(*(x[(labels == "accepted") & np.isfinite(scores.accepted.variance)] for x in scores.accepted)),
+    "residual": Moments(*(x[(labels == "residual") & np.isfinite(scores.residual.variance)] for x in scores.residual)),
+  }
+  tests = [stats.test(name, m, noise.drift) for name, m in laws.items() if stats.is_testable(m)]
+  return stats.with_power(tests, alpha, power, noise.drift)
