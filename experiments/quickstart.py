@@ -27,22 +27,20 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import tqdm
-from jax import Array, lax
+from jax import Array
 
 import specjax
 from experiments import quickstart_show, report
+from experiments.passes import PASSES, draft_passes, target_passes
 from experiments.quickstart_show import SAMPLERS
 from specjax.checks import PREFILL_CHUNK, slots
-from specjax.draft.base import Context, Drafter
-from specjax.keys import row_keys
+from specjax.draft.base import Drafter
 from specjax.language_model import LanguageModel, prefill
 from specjax.language_model import run as run_model
 from specjax.models.load import resolve
 from specjax.models.tokenizer import Tokenizer
 from specjax.plan import theory
 from specjax.tasks.prompts import SOURCES, prompts
-
-PASSES = 5  # target or draft passes in one timed call
 
 
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS) -> dict[str, Any]:
@@ -176,13 +174,12 @@ class Bench:
 
   def _time_passes(self, prompt: list[int]) -> dict[str, float]:
     """Seconds of a one-token target pass, of one over gamma + 1 tokens, and of drafting gamma tokens, in turn."""
-    tokens = np.zeros((1, self.max_length), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    length = np.asarray([len(prompt)], np.int32)
+    length, gamma = len(prompt), self.config.gamma
+    text = np.resize(np.asarray(prompt, np.int32), (1, self.max_length))
     calls = {
-      "decode": lambda: _target_passes(self.target, tokens, length - 1, width=1),
-      "verify": lambda: _target_passes(self.target, tokens, length - 1, width=self.config.gamma + 1),
-      "draft": lambda: _draft_passes(self.drafter, self.target, tokens, length, gamma=self.config.gamma),
+      "decode": target_passes(self.target, 1, self.max_length, length - 1),
+      "verify": target_passes(self.target, gamma + 1, self.max_length, length - 1),
+      "draft": draft_passes(self.drafter, self.target, text, length, gamma),
     }
     return {name: _timed(call)[1] / PASSES for name, call in calls.items()}
 
@@ -208,33 +205,6 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
   start = time.perf_counter()
   result = jax.block_until_ready(call())
   return result, time.perf_counter() - start
-
-
-@functools.partial(jax.jit, static_argnames="width")
-def _target_passes(target: LanguageModel, tokens: Array, start: Array, *, width: int) -> Array:
-  """PASSES passes over `width` tokens from start[1], over a cache as long as tokens[1, L]; none can be left out."""
-
-  def one(_: Array, carry):
-    block, cache = carry
-    logits, cache = run_model(target, block, cache, start)
-    return (logits.max(-1) > 0).astype(jnp.int32), cache
-
-  return lax.fori_loop(0, PASSES, one, (tokens[:, :width], target.init_cache(target.params, *tokens.shape)))[0]
-
-
-@functools.partial(jax.jit, static_argnames="gamma")
-def _draft_passes(drafter: Drafter, target: LanguageModel, tokens: Array, length: Array, *, gamma: int) -> Array:
-  """PASSES times `gamma` drafts behind tokens[1, :length[1]]; each changes the text that the next one reads."""
-  cache = target.init_cache(target.params, *tokens.shape)
-
-  def one(i: Array, carry):
-    tokens, state = carry
-    key = row_keys(jax.random.fold_in(jax.random.key(0), i), 1)
-    context = Context(tokens, length, key, specjax.Warp().per_row(1), cache, target.vocab_size)
-    proposal = drafter.propose(state, context, gamma)
-    return tokens.at[:, 0].set(proposal.tokens[:, -1]), proposal.state
-
-  return lax.fori_loop(0, PASSES, one, (tokens, drafter.init(*tokens.shape)))[0]
 
 
 @jax.jit

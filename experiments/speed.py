@@ -23,11 +23,10 @@ from ml_collections import config_flags
 
 import specjax
 from experiments import report, speed_peers
-from specjax import keys, warp
-from specjax.draft import Context
+from experiments.passes import PASSES, draft_passes, target_passes
+from specjax import warp
 from specjax.language_model import LanguageModel
 
-PASSES = 8  # passes a timed call: one dispatch and one cache copy in or out weigh little
 MODEL_DRAFTS = 3  # draft tokens of the round with a model drafter: 3 draft passes, of 2, 1 and 1 tokens
 SHORT, LONG = 16, 64  # new tokens of the two generations whose difference is timed
 
@@ -62,10 +61,10 @@ def _passes(target: LanguageModel, config) -> dict[str, Any]:
   """Timings of the machine's read bandwidth and of passes over caches of several sizes, all in turns."""
   functions = _readers()
   for slots in config.cache_slots:
-    functions[f"decode/{slots}"] = repeated_pass(target, 1, slots, config.context)
-    functions[f"verify/{slots}"] = repeated_pass(target, config.num_draft_tokens + 1, slots, config.context)
+    functions[f"decode/{slots}"] = target_passes(target, 1, slots, config.context)
+    functions[f"verify/{slots}"] = target_passes(target, config.num_draft_tokens + 1, slots, config.context)
   longest = max(config.cache_slots)
-  functions[f"decode/{longest} full"] = repeated_pass(target, 1, longest, longest - 2 * PASSES)
+  functions[f"decode/{longest} full"] = target_passes(target, 1, longest, longest - 2 * PASSES)
   return report.median_interleaved(functions, config.repeats)
 
 
@@ -85,41 +84,14 @@ def _readers() -> dict[str, Callable[[], Any]]:
   }
 
 
-def _bandwidth(timings: dict[str, Any]) -> float:
-  """Bytes a second, of the faster reader."""
-  return 4 * READ_FLOATS / min(timing["median"] for name, timing in timings.items() if name.startswith("read/"))
-
-
-def repeated_pass(target: LanguageModel, width: int, slots: int, start: int) -> Callable[[], Any]:
-  """PASSES passes over `width` tokens at `start`, in one program that keeps its cache."""
-
-  @functools.partial(jax.jit, donate_argnums=1)
-  def passes(params, cache, tokens):
-    def once(_, carry):
-      tokens, cache = carry
-      logits, cache = target.apply(params, tokens, cache, jnp.full(1, start, jnp.int32))
-      return logits.argmax(-1).astype(jnp.int32), cache  # each pass waits for the one before
-
-    return lax.fori_loop(0, PASSES, once, (tokens, cache))
-
-  tokens = jnp.ones((1, width), jnp.int32)
-  caches = [target.init_cache(target.params, 1, slots)]
-
-  def call() -> Any:
-    tokens_out, cache = passes(target.params, caches.pop(), tokens)
-    caches.append(cache)
-    return tokens_out
-
-  return call
-
-
 def _rounds(target: LanguageModel, config) -> dict[str, Any]:
   """Timings of generations of SHORT and LONG tokens, whose difference is time in the loop, and of a round's parts.
 
   A round costs the same whatever it accepts. The model drafter is the target itself, so its draft passes are known.
   """
   gamma = config.num_draft_tokens
-  prompt = np.tile(np.arange(10, 20), (1, 6)).astype(np.int32)
+  prompt = np.tile(np.arange(10, 20), (1, 4)).astype(np.int32)
+  middle = prompt.shape[1] + (SHORT + LONG) // 2
   drafters: dict[str, tuple[Any, int]] = {
     "plain": (None, 0),
     "ngram": (specjax.NGramDrafter(), gamma),
@@ -140,30 +112,10 @@ def _rounds(target: LanguageModel, config) -> dict[str, Any]:
       functions[f"{name}/{length}"] = functools.partial(generate, name, length)
       count[f"{name}/{length}"] = int(generate(name, length).stats.rounds[0])
   for width in sorted({1, 2, MODEL_DRAFTS + 1, gamma + 1}):
-    functions[f"pass/{width}"] = repeated_pass(target, width, config.max_length, prompt.shape[1])
-  functions["propose"] = _repeated_propose(specjax.NGramDrafter(), target.vocab_size, gamma, prompt, config.max_length)
+    functions[f"pass/{width}"] = target_passes(target, width, config.max_length, middle)
+  text = np.resize(prompt, (1, config.max_length))
+  functions["propose"] = draft_passes(specjax.NGramDrafter(), target, text, middle, gamma)
   return {"timings": report.median_interleaved(functions, config.repeats), "rounds": count}
-
-
-def _repeated_propose(drafter, vocab_size: int, gamma: int, prompt: np.ndarray, slots: int) -> Callable[[], Any]:
-  width = prompt.shape[1]
-  tokens = jnp.asarray(np.pad(prompt, ((0, 0), (0, slots - width))))
-
-  @jax.jit
-  def propose(tokens):
-    def once(_, carry):
-      tokens, total = carry
-      context = Context(
-        tokens=tokens, length=jnp.full(1, width, jnp.int32), key=keys.row_keys(jax.random.key(0), 1),
-        warp=warp.Warp().per_row(1), target_cache=(), vocab_size=vocab_size,
-      )  # fmt: skip
-      proposal = drafter.propose((), context, gamma)
-      tokens = lax.dynamic_update_slice(tokens, proposal.tokens[:, :1], (0, 0))
-      return tokens, total + jnp.exp(proposal.log_q).sum()
-
-    return lax.fori_loop(0, PASSES, once, (tokens, jnp.float32(0)))
-
-  return lambda: propose(tokens)
 
 
 def _laws(vocab_size: int, config) -> dict[str, Any]:
@@ -216,42 +168,52 @@ def _compile(target: LanguageModel, gamma: int) -> float:
 
 
 def _summary(passes, rounds, traces, weight_bytes: int, config) -> dict[str, Any]:
-  """The ratios that are claimed, each of figures measured in turns with each other."""
-  gamma, first = config.num_draft_tokens, config.cache_slots[0]
-  cost, counts = {name: timing["median"] for name, timing in rounds["timings"].items()}, rounds["rounds"]
+  """The figures that are claimed. A ratio is the median over turns of the ratio within a turn, since what a machine
+  shared with others allows may change from turn to turn.
+  """
+  gamma, slots, counts = config.num_draft_tokens, config.cache_slots, rounds["rounds"]
+  by_slots, cost = _by_turn(passes), _by_turn(rounds["timings"])
 
-  def round_s(name: str) -> float:
+  def round_s(name: str) -> np.ndarray:
     long, short = f"{name}/{LONG}", f"{name}/{SHORT}"
     return (cost[long] - cost[short]) / (counts[long] - counts[short])
 
+  def over_smallest(kind: str) -> dict[int, float]:
+    return {n: _median(by_slots[f"{kind}/{n}"] / by_slots[f"{kind}/{slots[0]}"]) for n in slots}
+
   one_pass = {width: cost[f"pass/{width}"] / PASSES for width in (1, 2, MODEL_DRAFTS + 1, gamma + 1)}
-  decode = {slots: passes[f"decode/{slots}"]["median"] / PASSES for slots in config.cache_slots}
-  verify_pass = {slots: passes[f"verify/{slots}"]["median"] / PASSES for slots in config.cache_slots}
-  floor = weight_bytes / _bandwidth(rounds["timings"])
   parts = {
     "plain": one_pass[1],
     "ngram": cost["propose"] / PASSES + one_pass[gamma + 1],
     "model": one_pass[2] + (MODEL_DRAFTS - 1) * one_pass[1] + one_pass[MODEL_DRAFTS + 1],
   }
-  full = passes[f"decode/{max(config.cache_slots)} full"]["median"] / PASSES
+  read = np.minimum(cost["read/sum"], cost["read/product"]) / (4 * READ_FLOATS)  # seconds a byte, of the faster reader
   return {
     "weight_bytes": weight_bytes,
-    "read_gb_s": _bandwidth(rounds["timings"]) / 1e9,
-    "floor_ms": 1e3 * floor,
-    "plain_ms_a_token": 1e3 * round_s("plain"),
-    "plain_share_of_floor": floor / round_s("plain"),
-    "pass_ms": {width: 1e3 * seconds for width, seconds in one_pass.items()},
-    "v": one_pass[gamma + 1] / one_pass[1],
-    "round_ms": {name: 1e3 * round_s(name) for name in parts},
-    "round_over_its_passes": {name: round_s(name) / parts[name] for name in parts},
-    "decode_ms_by_slots": {slots: 1e3 * seconds for slots, seconds in decode.items()},
-    "verify_ms_by_slots": {slots: 1e3 * seconds for slots, seconds in verify_pass.items()},
-    "decode_over_smallest_cache": {slots: seconds / decode[first] for slots, seconds in decode.items()},
-    "verify_over_smallest_cache": {slots: seconds / verify_pass[first] for slots, seconds in verify_pass.items()},
-    "decode_ms_full_cache": 1e3 * full,
+    "read_gb_s": 1e-9 / _median(read),
+    "floor_ms": 1e3 * weight_bytes * _median(read),
+    "plain_ms_a_token": 1e3 * _median(round_s("plain")),
+    "plain_share_of_floor": _median(weight_bytes * read / round_s("plain")),
+    "pass_ms": {width: 1e3 * _median(seconds) for width, seconds in one_pass.items()},
+    "v": _median(one_pass[gamma + 1] / one_pass[1]),
+    "round_ms": {name: 1e3 * _median(round_s(name)) for name in parts},
+    "round_over_its_passes": {name: _median(round_s(name) / parts[name]) for name in parts},
+    "decode_ms_by_slots": {n: 1e3 * _median(by_slots[f"decode/{n}"]) / PASSES for n in slots},
+    "verify_ms_by_slots": {n: 1e3 * _median(by_slots[f"verify/{n}"]) / PASSES for n in slots},
+    "decode_over_smallest_cache": over_smallest("decode"),
+    "verify_over_smallest_cache": over_smallest("verify"),
+    "decode_ms_full_cache": 1e3 * _median(by_slots[f"decode/{max(slots)} full"]) / PASSES,
     "traces": {name: traces[name] for name in ("first_call", "20_calls")},
     "compile_s": traces["compile_s"],
   }
+
+
+def _by_turn(timings) -> dict[str, np.ndarray]:
+  return {name: np.asarray(timing["seconds"]) for name, timing in timings.items()}
+
+
+def _median(values: np.ndarray) -> float:
+  return float(np.median(values))
 
 
 def _show(summary: dict[str, Any], config) -> None:

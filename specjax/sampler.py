@@ -305,7 +305,7 @@ def _commit(state: SpecState, proposal: Proposal, log_p: Array, verdict: Verdict
   drafted = emitted[:, :gamma] & (draft < proposal.num_drafted[:, None])
   tested = drafted & (draft <= num_accepted)
   accepted = drafted & (draft < num_accepted)
-  overlap = jnp.minimum(jnp.exp(log_p[:, :gamma]), jnp.exp(proposal.log_q)).sum(-1)
+  overlap = jnp.exp(jnp.minimum(log_p[:, :gamma], proposal.log_q)).sum(-1)
   # Drafts behind a rejection were drafted in vain and count; those behind an accepted stop token never mattered.
   num_drafted = jnp.where(first_stop < verdict.num_accepted, drafted.sum(-1), proposal.num_drafted)
 
