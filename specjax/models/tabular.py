@@ -42,13 +42,37 @@ def from_table(table: Array) -> LanguageModel:
   )
 
 
+def interleave(models: Sequence[LanguageModel]) -> LanguageModel:
+  """One model for a batch in which row b speaks `models[b % len(models)]`: many languages in one program.
+
+  The models are tabular, with tables of one shape. Raises ValueError for others.
+  """
+  shapes = {np.shape(model.params) for model in models}
+  if len(shapes) != 1 or any(model.apply is not _apply for model in models):
+    raise ValueError(f"need one tabular model or more, with tables of one shape; got the shapes {sorted(shapes)}.")
+  tables = jnp.stack([model.params for model in models])
+  return LanguageModel(tables, _apply_interleaved, _init_cache, models[0].vocab_size)
+
+
 def _init_cache(params: Array, batch: int, max_length: int) -> Array:
   # Filled with a real token: a read of a row that was never written is as wrong as it would be in a real cache.
   return jnp.zeros((batch, max_length), jnp.int32)
 
 
 def _apply(params: Array, tokens: Array, cache: Array, start: Array) -> tuple[Array, Array]:
-  period, vocab_size, order = params.shape[0], params.shape[-1], params.ndim - 2
+  context, cache = _read(params.shape, tokens, cache, start)
+  return params[context], cache
+
+
+def _apply_interleaved(params: Array, tokens: Array, cache: Array, start: Array) -> tuple[Array, Array]:
+  context, cache = _read(params.shape[1:], tokens, cache, start)
+  model = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None] % params.shape[0], tokens.shape)
+  return params[(model, *context)], cache
+
+
+def _read(shape: tuple[int, ...], tokens: Array, cache: Array, start: Array) -> tuple[tuple[Array, ...], Array]:
+  """Writes the tokens; returns the index into a table of this shape, of arrays [B, T], and the cache."""
+  period, vocab_size, order = shape[0], shape[-1], len(shape) - 2
   write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
   cache = write(cache, tokens, start)
   positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
@@ -56,7 +80,7 @@ def _apply(params: Array, tokens: Array, cache: Array, start: Array) -> tuple[Ar
   for back in range(order - 1, -1, -1):
     seen = jnp.take_along_axis(cache, jnp.maximum(positions - back, 0), axis=1)
     context.append(jnp.where(positions >= back, seen, vocab_size))
-  return params[tuple(context)], cache
+  return tuple(context), cache
 
 
 def sequences(vocab_size: int, length: int) -> np.ndarray:
