@@ -18,7 +18,7 @@ Cache = Any  # a pytree of arrays
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class LanguageModel:
   """A language model as a pytree: `params` are its leaves, the functions are static.
 

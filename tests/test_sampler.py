@@ -316,19 +316,21 @@ def test_sample_is_init_and_steps(gamma):
 
 def test_steps_under_scan_and_a_traced_limit():
   """One program from the prompt to the result: `init` with a limit that is an argument, `scan` over `step`."""
-  traces = []
+  traces, draft = [], drafter()
 
   @jax.jit
   def program(target, prompt, lengths, max_new_tokens):
     traces.append(None)
     settings = LOOP | {"prompt_lengths": lengths, "max_new_tokens": max_new_tokens}
-    state = specjax.init(target, drafter(), prompt, num_draft_tokens=3, **settings)
-    state, infos = jax.lax.scan(lambda state, _: specjax.step(state, target, drafter()), state, length=11)
+    state = specjax.init(target, draft, prompt, num_draft_tokens=3, **settings)
+    state, infos = jax.lax.scan(lambda state, _: specjax.step(state, target, draft), state, length=11)
     return state, infos.num_emitted
 
   state, emitted = program(language(1), prompts(3, 4), np.array([1, 4, 3]), np.array([10, 7, 0]))
   same(state.result().cut(14), whole(3))
   np.testing.assert_array_equal(emitted.sum(0), whole(3).stats.generated)
+  assert state.tokens[:, -1].any(), "nothing was written to the garbage slot"
+  assert not state.result().tokens[:, 14:].any()
   # Where the limit can't be looked at, the buffer is one, and nothing is overwritten.
   state, _ = program(language(1), prompts(3, 4), np.array([1, 4, 3]), np.array([2**31 - 1, 7, -1]))
   assert state.limit.tolist() == [64 - 3 - 1, 11, 2]
@@ -338,14 +340,14 @@ def test_steps_under_scan_and_a_traced_limit():
 
 def test_seeds_under_vmap():
   """A state for each seed from one `init` and one `step`; each is what a run of its own gives."""
-  target, seeds = language(1), jax.random.split(jax.random.key(5), (4, 3))
-  start = functools.partial(specjax.init, target, drafter(), prompts(3, 4), num_draft_tokens=3)
+  target, draft, seeds = language(1), drafter(), jax.random.split(jax.random.key(5), (4, 3))
+  start = functools.partial(specjax.init, target, draft, prompts(3, 4), num_draft_tokens=3)
   many = jax.vmap(lambda key: start(**(LOOP | {"key": key})))(seeds)
-  advance = jax.jit(jax.vmap(lambda state: specjax.step(state, target, drafter())[0]))
+  advance = jax.jit(jax.vmap(lambda state: specjax.step(state, target, draft)[0]))
   while not many.finished.all():
     many = advance(many)
   for i, seed in enumerate(seeds):
-    one = specjax.sample(target, drafter(), prompts(3, 4), num_draft_tokens=3, **(LOOP | {"key": seed}))
+    one = specjax.sample(target, draft, prompts(3, 4), num_draft_tokens=3, **(LOOP | {"key": seed}))
     mine = jax.tree.map(lambda x, i=i: x[i], many.result())
     np.testing.assert_array_equal(mine.tokens[:, :14], one.tokens)
     np.testing.assert_array_equal(mine.lengths, one.lengths)
@@ -355,10 +357,10 @@ def test_seeds_under_vmap():
 
 def test_sample_under_an_outer_jit():
   @jax.jit
-  def outer(target, prompt, key):
-    return specjax.sample(target, drafter(), prompt, num_draft_tokens=3, **(LOOP | {"key": key}))
+  def outer(target, draft, prompt, key):
+    return specjax.sample(target, draft, prompt, num_draft_tokens=3, **(LOOP | {"key": key}))
 
-  same(outer(language(1), prompts(3, 4), LOOP["key"]), whole(3))
+  same(outer(language(1), drafter(), prompts(3, 4), LOOP["key"]), whole(3))
 
 
 @declare(lossless=False)
