@@ -3,5 +3,6 @@
 from specjax.audit.core import NOISE, Noise, audit, drift
 from specjax.audit.report import Report
 from specjax.audit.samples import Samples
+from specjax.audit.two_sample import TwoSample, two_sample
 
-__all__ = ["NOISE", "Noise", "Report", "Samples", "audit", "drift"]
+__all__ = ["NOISE", "Noise", "Report", "Samples", "TwoSample", "audit", "drift", "two_sample"]

@@ -98,7 +98,7 @@ def judge(
   moments = {name: Moments(*(x[inside] for x in m)) for name, m in moments.items()}
   partitions = [dataclasses.replace(g, codes=g.codes[inside]) for g in where.groupings(samples)]
   free = moments["argmax"].variance > 0
-  tests = [stats.test(name, m, noise.drift) for name, m in moments.items() if stats.is_testable(m)]
+  tests = [stats.add_up(name, m, noise.drift) for name, m in moments.items() if stats.is_testable(m)]
   rank = stats.uniform_test(scores.above[inside][free], scores.tied[inside][free], seed, noise.drift)
   tests += [] if rank is None else [rank]
   parts = where.parts(partitions, moments, noise.drift)
@@ -135,8 +135,8 @@ def drift(
   """What an engine's own numerics does to every score, exactly and without sampling.
 
   engine: the same model computed as the engine computes it (dtype, kernels). Returns, for each score, the mean over the
-  samples' tokens of E_engine f - E_target f, in standard deviations of f: what `Noise.drift` has to allow. A test over n
-  tokens moves by this times sqrt(n).
+  samples' tokens of E_engine f - E_target f, in standard deviations of f: what `Noise.drift` has to allow. A test over
+  n tokens moves by this times sqrt(n).
   """
   warp, stop_ids, _ = _check(target, samples, warp, engine, None, None, "float32", 0.5, 0.5)
   scores = score(target, samples, warp, stop_ids, engine, expected=True, description="Comparing")
@@ -183,7 +183,7 @@ def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power) -> t
         raise ValueError(f"generation {i} has {len(prompt) + len(tokens)} tokens, the {what}'s context holds {limit}.")
   ids = [] if eos_id is None else list(eos_id) if isinstance(eos_id, Sequence) else [eos_id]
   stop_ids = np.unique(np.array(ids, np.int32)) if ids else np.zeros(0, np.int32)
-  if ids and not (0 <= stop_ids[0] and stop_ids[-1] < target.vocab_size):
+  if ids and (min(ids) < 0 or max(ids) >= target.vocab_size):
     raise ValueError(f"eos_id={eos_id} must hold ids of 0 to {target.vocab_size - 1}.")
   return checks.warp_settings(warp, len(samples.tokens)), stop_ids, noise
 
@@ -263,5 +263,5 @@ def _rule_tests(samples: Samples, scores: Scores, noise: Noise, alpha: float, po
     "accepted": Moments(*(x[(labels == "accepted") & np.isfinite(scores.accepted.variance)] for x in scores.accepted)),
     "residual": Moments(*(x[(labels == "residual") & np.isfinite(scores.residual.variance)] for x in scores.residual)),
   }
-  tests = [stats.test(name, m, noise.drift) for name, m in laws.items() if stats.is_testable(m)]
+  tests = [stats.add_up(name, m, noise.drift) for name, m in laws.items() if stats.is_testable(m)]
   return stats.with_power(tests, alpha, power, noise.drift)

@@ -6,6 +6,7 @@ import tempfile
 import textwrap
 from typing import Any
 
+import matplotlib.ticker
 import numpy as np
 import scipy.stats
 
@@ -29,7 +30,7 @@ def draw(report: Report) -> Any:
   where = next((line[2:] for line in report.verdict.splitlines() if line.startswith("- Where:")), "")
   head = f"{TITLES[report.ok]}: {report.tokens:,} tokens, {report.generations:,} generations"
   figure.suptitle(
-    "\n".join([head, *textwrap.wrap(where, 120)]),
+    "\n".join([head, *textwrap.wrap(where, 100)]),
     x=0.01,
     ha="left",
     fontsize=14,
@@ -54,7 +55,7 @@ def _plain(axes: Any, title: str) -> None:
 
 
 def _scores(axes: Any, report: Report) -> None:
-  _plain(axes, "Each score: standard deviations from the target's law")
+  _plain(axes, "Each score, in standard deviations")
   tests = report.tests[::-1]
   threshold = float(scipy.stats.norm.isf(report.alpha / 4 / max(len(tests), 1)))
   for index, test in enumerate(tests):
@@ -78,12 +79,14 @@ def _scores(axes: Any, report: Report) -> None:
 
 
 def _evidence(axes: Any, report: Report) -> None:
-  _plain(axes, "Evidence along the stream (may be stopped at any token)")
+  _plain(axes, "Evidence so far (valid at any token)")
   if report.evidence is not None:
     axes.plot(report.evidence.tokens, report.evidence.path, color=COLOURS[report.ok])
     if report.evidence.crossed is not None:
       axes.axvline(report.evidence.crossed, color=_FAULT, ls=":", label=f"crossed at token {report.evidence.crossed:,}")
   axes.axhline(-np.log10(report.alpha), color="black", ls="--", lw=1, label=f"a fault: capital {1 / report.alpha:,.0f}")
+  axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
+  axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
   axes.set_xlabel("tokens")
   axes.set_ylabel("log10 capital of the bets")
   axes.legend(frameon=False, loc="best")

@@ -46,9 +46,13 @@ READINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-  """Tokens that the law excludes. outside: how many; beyond: how many of them numerics can't excuse, which proves a
-  fault; largest_margin: logits that one lacked to the least likely token allowed; largest_excess: of the mass above one,
-  beyond top_p; p_value: of so many under the allowance; worst: (generation, position, token) of the clearest one."""
+  """Tokens that the law excludes.
+
+  outside: how many; beyond: how many of them numerics can't excuse, which proves a fault.
+  largest_margin: logits that one lacked to the least likely token allowed.
+  largest_excess: mass of what is more likely than one, less top_p.
+  p_value: of so many under the allowance. worst: (generation, position, token) of the clearest one.
+  """
 
   outside: int
   beyond: int
@@ -106,16 +110,21 @@ class Report:
   @property
   def findings(self) -> tuple[Test | Part, ...]:
     """The tests and parts that are significant, the clearest first; each family may spend half of alpha."""
-    significant = [entry for entry in (*self.tests, *self.parts) if entry.adjusted <= self.alpha / 2]
+    entries: tuple[Test | Part, ...] = (*self.tests, *self.parts)
+    significant = [entry for entry in entries if entry.adjusted <= self.alpha / 2]
     return tuple(sorted(significant, key=lambda entry: (isinstance(entry, Part), -abs(entry.z))))
 
   def test(self, name: str) -> Test:
     """The main test of that score. KeyError if there is none."""
     return {t.name: t for t in self.tests}[name]
 
+  def to_dict(self) -> dict[str, Any]:
+    """All figures as plain values; numbers that are not finite are None."""
+    return _plain(dataclasses.asdict(self))
+
   def to_json(self) -> str:
-    """All figures; numbers that are not finite are null."""
-    return json.dumps(_plain(dataclasses.asdict(self)), indent=2)
+    """`to_dict` as text."""
+    return json.dumps(self.to_dict(), indent=2)
 
   def write(self, path: str | os.PathLike[str]) -> None:
     """Writes `to_json()`."""
@@ -202,10 +211,9 @@ def _signs(report: Report) -> list[str]:
     size = f"z = {entry.z:+.1f}, p = {entry.adjusted:.1g}; the laws are at least {100 * entry.tv:.2g} % apart a token"
     out.append(f"{entry.name}: {MEANINGS[entry.name, 1 if entry.z > 0 else -1]} ({size}).")
   if not out:
-    for entry in report.findings[:2]:
-      size = f"{entry.grouping} {entry.group}: z = {entry.z:+.1f}, p = {entry.adjusted:.1g}"
-      out.append(f"{entry.name if isinstance(entry, Test) else entry.score}: "
-                 f"{MEANINGS[entry.score, 1 if entry.z > 0 else -1]} ({size}).")  # fmt: skip
+    for part in [e for e in report.findings if isinstance(e, Part)][:2]:
+      size = f"{place(part.grouping, [part.group])}: z = {part.z:+.1f}, p = {part.adjusted:.1g}"
+      out.append(f"{part.score}: {MEANINGS[part.score, 1 if part.z > 0 else -1]} ({size}).")
   if out and report.contrast is not None:
     contrast = report.contrast
     out.append(
@@ -228,8 +236,8 @@ def _notes(report: Report) -> list[str]:
   for test in report.rule_tests:
     if test.adjusted <= report.alpha:
       out.append(
-        f"{test.name} is not as token verification with this draft model makes it (z = {test.z:+.1f}). If the text shows "
-        "no sign, the drafter's law is another one than said, or the rule is."
+        f"{test.name} is not as token verification with this draft model makes it (z = {test.z:+.1f}). If the text "
+        "shows no sign, the drafter's law is another one than said, or the rule is."
       )
   if report.empty:
     out.append(f"{report.empty} of {report.generations} generations are empty.")

@@ -55,15 +55,16 @@ class Samples:
   draft_logprobs: N arrays float[n_i], the engine's draft log-probability of each token; NaN where there was no draft.
   from_text: whether ids were made by encoding text again. The engine may have drawn other ids for the same text.
 
-  The constructor takes lists too. Raises ValueError, naming the generation, for fields that do not fit each other.
+  The constructor takes lists too, and makes arrays of them. Raises ValueError, naming the generation, for
+  fields that do not fit each other.
   """
 
-  prompts: Sequence[np.ndarray]
-  tokens: Sequence[np.ndarray]
-  rows: np.ndarray | None = None
-  labels: Sequence[np.ndarray] | None = None
-  logprobs: Sequence[np.ndarray] | None = None
-  draft_logprobs: Sequence[np.ndarray] | None = None
+  prompts: Sequence[Any]
+  tokens: Sequence[Any]
+  rows: Any = None
+  labels: Sequence[Any] | None = None
+  logprobs: Sequence[Any] | None = None
+  draft_logprobs: Sequence[Any] | None = None
   from_text: bool = False
 
   def __post_init__(self) -> None:
@@ -142,12 +143,13 @@ class Samples:
       values = [getattr(part, name) for part in parts]
       return None if any(value is None for value in values) else [entry for value in values for entry in value]
 
-    fields = {name: joined(name) for name in ("prompts", "tokens", "rows", *_PER_TOKEN)}
-    return cls(**fields, from_text=any(part.from_text for part in parts))  # type: ignore[arg-type]
+    fields = {name: joined(name) for name in ("rows", *_PER_TOKEN)}
+    from_text = any(part.from_text for part in parts)
+    return cls(joined("prompts") or [], joined("tokens") or [], **fields, from_text=from_text)
 
   @classmethod
   def read(cls, path: str | os.PathLike[str], tokenizer: Encoder | None = None) -> "Samples":
-    """Reads JSONL: an object a line with "prompt_tokens" and "tokens", or "prompt" and "text" where there is a tokenizer.
+    """Reads JSONL: an object a line with "prompt_tokens" and "tokens", or, with a tokenizer, "prompt" and "text".
 
     Optional: "row", and lists with an entry a token: "labels", "logprobs", "draft_logprobs"; in all lines or in none.
     Ids are to be preferred. Text is encoded again, prompt and all, and may come out as other ids than were drawn.

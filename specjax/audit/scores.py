@@ -227,8 +227,8 @@ def score_positions(
   recent: int32[B, T, K], tokens just before; earlier: int32[B, T, R]; -1 in both stands for none. stop_ids: int32[E].
   """
   log_p, p = _law(logits, warp)
-  log_q, q = (None, None) if draft_logits is None else _law(_fit(draft_logits, logits.shape[-1]), warp)
-  law = q if expected else None
+  drafted = None if draft_logits is None else _law(_fit(draft_logits, logits.shape[-1]), warp)
+  law = drafted[1] if drafted is not None and expected else None
 
   def bounded(f: Array, weights: Array, low: float, high: float) -> Moments:
     """Moments of low <= f[B, T, V] <= high under weights that sum to 1, which need not be p."""
@@ -261,7 +261,8 @@ def score_positions(
   if stop_ids.shape[0]:
     moments["stop"] = membership(jnp.broadcast_to(stop_ids[None, None], (*drawn.shape, stop_ids.shape[0])))
   overlap = accepted = residual = log_q_drawn = None
-  if log_q is not None:
+  if drafted is not None:
+    log_q, q = drafted
     ratio = jnp.where(log_q == -jnp.inf, -jnp.inf, log_q - log_p)  # no token that neither has makes it NaN
     clipped = functools.partial(bounded, jnp.clip(ratio, -DRAFT_CLIP, DRAFT_CLIP), low=-DRAFT_CLIP, high=DRAFT_CLIP)
     shared, left = jnp.minimum(p, q), jnp.maximum(p - q, 0.0)
@@ -283,7 +284,7 @@ def score_positions(
     tied=jnp.where(log_p == log_p_drawn[..., None], p, 0.0).sum(-1),
     margin=jnp.maximum(jnp.where(p > 0, logits, jnp.inf).min(-1) - logit, 0.0),
     excess=lax.cond(
-      (warp.top_p < 1).any() & (log_p_drawn == -jnp.inf).any(),
+      (jnp.asarray(warp.top_p) < 1).any() & (log_p_drawn == -jnp.inf).any(),
       _mass_beyond,
       lambda logits, *_: jnp.full_like(logits[..., 0], jnp.inf),
       *(logits, logit, warp),
@@ -309,9 +310,10 @@ def _argmax(logits: Array) -> Array:
 
 def _mass_beyond(logits: Array, logit: Array, warp: Warp) -> Array:
   """Mass of the tokens more likely than one with this logit, before top_p and min_p, less top_p."""
+  top_p = jnp.asarray(warp.top_p)[:, None]
   without = dataclasses.replace(warp, top_p=jnp.ones_like(warp.top_p), min_p=jnp.zeros_like(warp.min_p))
   above = jnp.where(logits > logit[..., None], jnp.exp(log_probs(logits, without)), 0.0).sum(-1)
-  return jnp.where((warp.top_p < 1)[:, None], above - warp.top_p[:, None], jnp.inf)
+  return jnp.where(top_p < 1, above - top_p, jnp.inf)
 
 
 def _fit(logits: Array, vocab_size: int) -> Array:

@@ -35,7 +35,7 @@ class Test:
   p_value: with the tolerance, two-sided; adjusted: Holm's, over the tests it was made with.
   excess: mean of f(x) - E_p f a token, in the score's units, with interval (low, high) of 95 %.
   scale: root mean variance of the score, in its units. span: the largest max f - min f of any token.
-  tv: a total variation distance that p and the engine's law have at least, on average over tokens, at 97.5 % confidence:
+  tv: total variation distance that p and the engine's law have at least, on average over tokens, at 97.5 % confidence:
     a law that is off by TV moves the mean of f by at most span * TV.
   divergence: the same for the chi-square divergence; by Cauchy-Schwarz the mean moves by at most sqrt(variance * chi2).
   detectable: the excess that would be found with the stated power. detectable_exactly: without tolerance.
@@ -59,7 +59,7 @@ class Test:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-  """A test martingale's capital, which starts at 1: that it ever reaches 1 / alpha has probability alpha under the null.
+  """Capital of bets against the null, 1 at first; under it, it ever reaches 1 / alpha with probability alpha at most.
 
   largest, final: log10 of the capital. crossed: tokens after which it reached 1 / alpha; None if it never did.
   tokens, path: log10 capital along the stream, thinned, the largest of each stretch.
@@ -87,7 +87,7 @@ def is_testable(moments: Moments) -> bool:
   return variance > 0 and abs(float(moments.third.sum(dtype=np.float64))) <= MOST_SKEW * variance**1.5
 
 
-def test(name: str, moments: Moments, drift: float = 0.0) -> Test:
+def add_up(name: str, moments: Moments, drift: float) -> Test:
   """The test of one score over all tokens given; see `Test`. ValueError unless `is_testable`."""
   if not is_testable(moments):
     raise ValueError(f"{name}: too few tokens, or too little freedom in the law, to test.")
@@ -143,7 +143,7 @@ def _uniform_reach(level: float, power: float) -> float:
   def shortfall(root: float) -> float:
     return float(scipy.stats.ncx2.sf(threshold, BINS - 1, root**2)) - power
 
-  return float(scipy.optimize.brentq(shortfall, 1e-3, 100.0))
+  return float(scipy.optimize.root_scalar(shortfall, bracket=(1e-3, 100.0)).root)
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
@@ -159,10 +159,10 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 def uniform_test(above: np.ndarray, tied: np.ndarray, seed: int, drift: float = 0.0) -> Test | None:
   """Chi-square of the randomised probability integral transform over BINS bins, or None if there are too few tokens.
 
-  Tokens are ordered by probability; mass of the more likely ones + U * mass of those that tie is uniform and independent
-  of the past under the null. U is drawn with a fixed seed. `z` is the normal quantile of the p-value without tolerance;
-  `excess` is the Kolmogorov-Smirnov distance, which is a lower bound on the total variation distance; low: less its
-  97.5 % quantile.
+  Tokens are ordered by probability; mass of the more likely ones + U * mass of those that tie is uniform and
+  independent of the past under the null. U is drawn with a fixed seed. `z` is the normal quantile of the p-value
+  without tolerance; `excess` is the Kolmogorov-Smirnov distance, a lower bound on the total variation distance once
+  what chance makes of it is taken away (`low`, `tv`).
   """
   count = len(above)
   if count < 5 * BINS:
@@ -194,6 +194,7 @@ def evidence(moments: Mapping[str, Moments], alpha: float, drift: float = 0.0) -
   capital = np.zeros((len(names), 2 * len(BETS)))
   ends, path = [0], [0.0]
   crossed: int | None = None
+  final = 0.0
   stretch = max(1, count // 400)
   block_size = max(_BLOCK // stretch, 1) * stretch
   for at in range(0, count, block_size):
@@ -209,7 +210,7 @@ def evidence(moments: Mapping[str, Moments], alpha: float, drift: float = 0.0) -
       ends.append(at + min(piece + stretch, len(mixed)))
       path.append(float(mixed[piece : piece + stretch].max()))
     capital, final = running[..., -1], float(mixed[-1])
-  return Evidence(max(path), final if count else 0.0, crossed, np.array(ends), np.array(path))
+  return Evidence(max(path), final, crossed, np.array(ends), np.array(path))
 
 
 def _bets(moments: Moments, drift: float) -> np.ndarray:

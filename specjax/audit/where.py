@@ -90,9 +90,8 @@ def _bins(name: str, values: np.ndarray, edges: Sequence[int] | np.ndarray) -> G
   codes = np.searchsorted(edges, values, side="right") - 1
   used = np.unique(codes)
   codes = np.searchsorted(used, codes)
-  starts = edges[used]
-  lasts = [*(starts[1:] - 1), values.max()]
-  names = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, lasts, strict=True)]
+  ends = [(values[codes == code].min(), values[codes == code].max()) for code in range(len(used))]
+  names = [f"{a}" if a == b else f"{a} to {b}" for a, b in ends]
   return Grouping(name, tuple(names), codes, ordered=True)
 
 
@@ -105,7 +104,7 @@ def parts(partitions: Sequence[Grouping], moments: Mapping[str, Moments], drift:
       for score, all_moments in moments.items():
         own = Moments(*(x[inside] for x in all_moments))
         if inside.any() and stats.is_testable(own):
-          test = stats.test(score, own, drift)
+          test = stats.add_up(score, own, drift)
           out.append(Part(grouping.name, group, score, test.tokens, test.z, test.p_value, test.excess))
   adjusted = stats.holm([part.p_value for part in out])
   return [dataclasses.replace(part, adjusted=float(p)) for part, p in zip(out, adjusted, strict=True)]

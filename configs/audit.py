@@ -1,0 +1,26 @@
+"""Defaults of experiments/audit.py.
+
+Each can be set on the command line: --config.samples=engine.jsonl --config.temperature=0.7 --config.top_p=0.95.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  return ml_collections.ConfigDict(
+    {
+      "samples": "",  # a JSONL file, a generation a line; see docs/audit.md. Empty: a demonstration on our own sampler
+      "model": "smollm2-135m",  # whose law is claimed: a name, a path or a repository id, what specjax.load_model takes
+      "draft": "",  # the engine's draft model, if it had one; likewise
+      "rule": "",  # "token": judge acceptance too, as token verification with that draft model and labels
+      "temperature": 1.0,  # the sampling law that was asked for; 0 is argmax
+      "top_k": 0,
+      "top_p": 1.0,
+      "min_p": 0.0,
+      "noise": "bfloat16",  # what the engine's numerics may do: "float32" or "bfloat16"
+      "alpha": 1e-3,  # probability of calling a fault where there is none
+      "seed": 0,
+      "demo_prompts": 8,  # of the demonstration
+      "demo_tokens": 64,
+    }
+  )
