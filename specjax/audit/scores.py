@@ -9,6 +9,7 @@ Arrays over the vocabulary exist for one chunk of positions at a time and never 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -47,8 +48,7 @@ class Scores(NamedTuple):
 
   moments: of each score. Tests of the rule: `overlap` is sum_v min(p, q), and `accepted` and
   `residual` hold the draft score's moments under min(p, q) and max(p - q, 0), normalised; None without a draft model.
-  log_p: log p(x), -inf where x lies outside the law's support; raw_log_p: without any warp; None unless
-    the samples have log-probabilities to compare. log_q: of the draft model.
+  log_p: log p(x), -inf where x lies outside the law's support; raw_log_p: without any warp. log_q: of the draft model.
   above, tied: the mass of tokens with more than x's probability, and with just as much (x included).
   margin: logits that x lacks to the least likely token of the support; 0 inside it.
   excess: mass of the tokens more likely than x beyond top_p, for an x outside the support; inf where there is no top_p.
@@ -98,7 +98,7 @@ def score(
   out: Scores | None = None
   with tqdm.tqdm(total=int(starts[-1]), desc=description, unit=" tokens", leave=False, disable=None) as bar:
     for members, batch in _batches(target, samples, warp, stop_ids):
-      scores = jax.device_get(_score_batch(target, draft, batch, expected=expected, raw=samples.logprobs is not None))
+      scores = jax.device_get(_score_batch(target, draft, batch, expected=expected))
       if out is None:
         out = jax.tree.map(lambda leaf: np.empty(starts[-1], leaf.dtype), scores)
       for row, i in enumerate(members):
@@ -121,7 +121,7 @@ def _batches(
   earlier = earlier_choices(samples)
   slots = np.maximum(LEAST_SLOTS, 1 << np.ceil(np.log2(lengths + 1)).astype(int))
   rows = 1 << (max(1, VOCABULARY_FLOATS // (CHUNK * target.vocab_size)).bit_length() - 1)
-  rows = min(rows, MOST_ROWS, 1 << max(len(order) - 1, 0).bit_length())
+  rows = min(rows, MOST_ROWS, 8 ** math.ceil(math.log(max(len(order), 1), 8)))
   for size in np.unique(slots[order]):
     bucket = order[slots[order] == size]
     for at in range(0, len(bucket), rows):
@@ -167,10 +167,8 @@ def earlier_choices(samples: Samples) -> dict[int, np.ndarray]:
   return out
 
 
-@functools.partial(jax.jit, static_argnames=("expected", "raw"))
-def _score_batch(
-  target: LanguageModel, draft: LanguageModel | None, batch: Batch, *, expected: bool, raw: bool
-) -> Scores:
+@functools.partial(jax.jit, static_argnames="expected")
+def _score_batch(target: LanguageModel, draft: LanguageModel | None, batch: Batch, *, expected: bool) -> Scores:
   """Scores [B, L]; entry [b, t] is of token t given those before it. What is no generated token of a row is garbage."""
   rows, slots = batch.tokens.shape
 
@@ -187,7 +185,7 @@ def _score_batch(
     recent = jnp.where(back >= 0, recent.reshape(back.shape), -1)
     earlier = jnp.stack([take_window(batch.earlier[:, :, i], start + 1, CHUNK) for i in range(EARLIER)], axis=-1)
     scores = score_positions(
-      logits, draft_logits, drawn, recent, earlier, batch.stop_ids, batch.warp, expected=expected, raw=raw
+      logits, draft_logits, drawn, recent, earlier, batch.stop_ids, batch.warp, expected=expected
     )
     return scores, cache, draft_cache
 
@@ -220,7 +218,6 @@ def score_positions(
   warp: Warp,
   *,
   expected: bool = False,
-  raw: bool = True,
 ) -> Scores:
   """Scores [B, T] of drawn[B, T] under the law of logits[B, T, V] warped.
 
@@ -278,7 +275,7 @@ def score_positions(
     accepted=accepted,
     residual=residual,
     log_p=log_p_drawn,
-    raw_log_p=logit - jax.nn.logsumexp(logits, -1) if raw else None,
+    raw_log_p=logit - jax.nn.logsumexp(logits, -1),
     log_q=log_q_drawn,
     above=jnp.where(log_p > log_p_drawn[..., None], p, 0.0).sum(-1),
     tied=jnp.where(log_p == log_p_drawn[..., None], p, 0.0).sum(-1),
