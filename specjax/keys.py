@@ -4,7 +4,10 @@ Every draw of a generation has its own key, folded from (row key, the row's roun
 so depend on its own key and its own history alone, not on its batch mates, and no two decisions share bits: an engine
 that drew drafts and residuals from one noise vector failed a chi-square test of its accepted law by 1585 against 70.
 
-Nothing here draws a token; `categorical` in `specjax.warp` does.
+The exception are rules that share bits on purpose: theirs are folded from (row key, absolute position), whatever the
+round, and both the drafter and the rule consume them. See `specjax.verify.coupled` for when that is exact.
+
+Nothing here draws a token; `specjax.warp` does.
 """
 
 import enum
@@ -13,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+NO_ROUND = 2**32 - 1  # stands where a round's number does, and is none
+
 
 class Purpose(enum.IntEnum):
   """What a key may be consumed for. A new kind of draw gets a new member, never a used one."""
@@ -20,7 +25,8 @@ class Purpose(enum.IntEnum):
   DRAFT = 0  # the drafter's own draws
   VERIFY = 1  # everything a verifier draws; it folds ACCEPT and NEXT from here
   ACCEPT = 2  # u_i of the acceptance test of draft i
-  NEXT = 3  # the residual or bonus token
+  NEXT = 3  # the residual or bonus token; under `match`, the target's own token at each position
+  COUPLED = 4  # the token at an absolute position, draft and target alike
 
 
 def row_keys(key: Array, batch: int) -> Array:
@@ -38,6 +44,11 @@ def fold(key: Array, purpose: Purpose, index: Array | int = 0) -> Array:
 def round_keys(key: Array, round: Array) -> Array:
   """Folds each row's round counter int32[B] into its key[B]."""
   return jax.vmap(jax.random.fold_in)(key, round)
+
+
+def position_keys(key: Array) -> Array:
+  """key[B] to fold absolute positions into, from each row's key[B]: the same in every round."""
+  return jax.vmap(lambda row: fold(jax.random.fold_in(row, NO_ROUND), Purpose.COUPLED))(key)
 
 
 def uniform(key: Array) -> Array:

@@ -137,10 +137,9 @@ def step(
   """
   gamma = state.tested.shape[1]
   proposer, rule = checks.models(target, drafter, gamma), verify.get(verifier)
-  key = keys.round_keys(state.key, state.round)
-  proposal = _draft(state, target, proposer, gamma, key)
+  proposal = _draft(state, target, proposer, gamma, rule)
   log_p, target_cache = _score(state, target, proposal)
-  verdict = _verify(rule, log_p, proposal, key)
+  verdict = _verify(state, log_p, proposal, rule)
   checks.verdict(rule, verdict, log_p.shape[0])
   verdict, log_p = _void_impossible(verdict, proposal, log_p)
   state = dataclasses.replace(state, target_cache=target_cache, draft_state=proposal.state)
@@ -236,7 +235,7 @@ def _start(request: Request) -> SpecState:
   )
 
 
-def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int, key: Array) -> Proposal:
+def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int, rule: Verifier) -> Proposal:
   """Up to gamma drafts a row; no more than the row still has room for beside the next token."""
   batch = state.length.shape[0]
   if gamma == 0:
@@ -249,10 +248,11 @@ def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int
   context = Context(
     tokens=state.tokens,
     length=state.length,
-    key=jax.vmap(keys.fold, (0, None))(key, Purpose.DRAFT),
+    key=_keys(state, rule, Purpose.DRAFT),
     warp=state.warp,
     target_cache=state.target_cache,
     vocab_size=target.vocab_size,
+    shares_noise=verify.shares_noise(rule),
   )
   proposal = drafter.propose(state.draft_state, context, gamma)
   checks.proposal(drafter, proposal, state.draft_state, (batch, gamma, target.vocab_size))
@@ -269,9 +269,19 @@ def _score(state: SpecState, target: LanguageModel, proposal: Proposal) -> tuple
   return log_probs(logits, state.warp), cache
 
 
-def _verify(verifier: Verifier, log_p: Array, proposal: Proposal, key: Array) -> Verdict:
-  verify_keys = jax.vmap(keys.fold, (0, None))(key, Purpose.VERIFY)
-  return jax.vmap(verifier)(log_p, proposal.log_q, proposal.tokens, proposal.num_drafted, verify_keys)
+def _verify(state: SpecState, log_p: Array, proposal: Proposal, rule: Verifier) -> Verdict:
+  key = _keys(state, rule, Purpose.VERIFY)
+  if verify.shares_noise(rule):
+    positions = state.length[:, None] + jnp.arange(log_p.shape[1])[None]
+    key = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(key, positions)
+  return jax.vmap(rule)(log_p, proposal.log_q, proposal.tokens, proposal.num_drafted, key)
+
+
+def _keys(state: SpecState, rule: Verifier, purpose: Purpose) -> Array:
+  """key[B], the bits of this round and purpose; of all rounds and both purposes where the rule shares its noise."""
+  if verify.shares_noise(rule):
+    return keys.position_keys(state.key)
+  return jax.vmap(keys.fold, (0, None))(keys.round_keys(state.key, state.round), purpose)
 
 
 def _void_impossible(verdict: Verdict, proposal: Proposal, log_p: Array) -> tuple[Verdict, Array]:

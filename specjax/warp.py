@@ -106,6 +106,16 @@ def categorical(key: Array, log_weights: Array) -> Array:
   return (block * width + token).astype(jnp.int32)
 
 
+def gumbel_argmax(key: Array, log_weights: Array) -> Array:
+  """Draws one token from the law proportional to exp(log_weights[V]) as argmax(log_weights + g); int32 scalar.
+
+  g[V] is Gumbel noise that depends on the key and V alone, right far into the tail (`mode="high"`), and finite, so a
+  token of weight 0 is never drawn. Takes V noise values; in return two laws drawn from under one key choose the same
+  token with probability sum_i 1 / sum_j max(p_j / p_i, q_j / q_i).
+  """
+  return jax.random.categorical(key, log_weights, mode="high").astype(jnp.int32)
+
+
 def _argmax_law(logits: Array) -> Array:
   return one_hot_law(logits.argmax(-1).astype(jnp.int32), logits.shape[-1])
 

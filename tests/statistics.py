@@ -33,7 +33,7 @@ def continuations(result: SampleResult, prompt_lengths: Iterable[int]) -> list[t
 
 
 def p_value(observations: Iterable[Hashable], law: Mapping[Any, float]) -> float:
-  """Chi-square p-value of the observations under `law`; 0 if something was observed that it excludes."""
+  """Chi-square p-value of the observations, or a Counter of them; 0 if something was observed that `law` excludes."""
   counts = Counter(observations)
   unknown = sum(count for outcome, count in counts.items() if outcome not in law)
   observed = [*(counts[outcome] for outcome in law), unknown]
@@ -42,16 +42,16 @@ def p_value(observations: Iterable[Hashable], law: Mapping[Any, float]) -> float
 
 def assert_follows(observations: Iterable[Hashable], law: Mapping[Any, float]) -> None:
   """Fails, showing the outcomes that are furthest off, unless the observations could be draws from `law`."""
-  observations = list(observations)
+  counts = Counter(observations)
 
   def furthest() -> str:
-    counts, total = Counter(observations), len(observations)
+    total = counts.total()
     expected = {outcome: total * law.get(outcome, 0.0) for outcome in {*counts, *law}}
     off = sorted(expected, key=lambda o: -abs(counts[o] - expected[o]) / max(expected[o], 1e-9) ** 0.5)
     lines = (f"  {outcome}: observed {counts[outcome]}, expected {expected[outcome]:.1f}" for outcome in off[:8])
     return f"{total} generations; furthest off:\n" + "\n".join(lines)
 
-  assert_probable(p_value(observations, law), furthest)
+  assert_probable(p_value(counts, law), furthest)
 
 
 def assert_exact(fits: Mapping[Scenario, Fit], *, detectable: float) -> None:

@@ -119,6 +119,9 @@ def test_all_draws_of_a_generation_have_different_bits():
       if purpose == Purpose.VERIFY:
         seen.append(data(fold(base, Purpose.NEXT)))
         seen.extend(data(jax.vmap(keys.fold, (0, None, None))(base, Purpose.ACCEPT, index)) for index in range(4))
+  positions = keys.position_keys(row)
+  seen.append(data(positions))
+  seen.extend(data(jax.vmap(jax.random.fold_in, (0, None))(positions, position)) for position in range(9))
   everything = np.concatenate(seen)
   assert len(np.unique(everything, axis=0)) == len(everything)
 

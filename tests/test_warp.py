@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 from jax.extend.random import define_prng_impl
 
-from specjax.warp import Warp, categorical, log_probs, one_hot_law, pick
+from specjax.warp import Warp, categorical, gumbel_argmax, log_probs, one_hot_law, pick
 
 LEAST_P_VALUE = 1e-5
 law_of = jax.jit(log_probs)
@@ -363,3 +363,43 @@ def test_noise_goes_with_the_square_root(monkeypatch):
   monkeypatch.setattr(jax.random, "categorical", lambda key, x, **kw: drawn.append(x.size) or real(key, x, **kw))
   jax.eval_shape(categorical, jax.random.key(0), jnp.zeros(49_152))
   assert sum(drawn) == 444
+
+
+# The draw that two laws can share.
+
+draw_shared = jax.jit(jax.vmap(gumbel_argmax, (0, None)))
+
+
+def test_gumbel_argmax_follows_its_law():
+  """Holes are never drawn, and a law without normalising is as good."""
+  probabilities = zipf(17)
+  probabilities[[0, 3, 16]] = 0
+  with np.errstate(divide="ignore"):
+    tokens = draw_shared(jax.random.split(jax.random.key(0), 400_000), np.log(np.float32(probabilities)) - 30)
+  assert tokens.dtype == jnp.int32
+  assert_law(np.asarray(tokens), probabilities / probabilities.sum())
+
+
+def test_gumbel_argmax_of_one_certain_token():
+  """As greedy settings give it: the noise is finite."""
+  log_weights = one_hot_law(jnp.int32(3), 7)
+  assert (draw_shared(jax.random.split(jax.random.key(1), 20_000), log_weights) == 3).all()
+
+
+def test_gumbel_argmax_is_right_in_the_tail():
+  count = 400_000
+  tokens = draw_shared(jax.random.split(rare_key(0), count), np.log(np.float32([1.0, 1e-9])))
+  hits = int((tokens == 1).sum())
+  assert scipy.stats.binomtest(hits, count, 1e-9 * 2**RARE).pvalue > LEAST_P_VALUE
+
+
+def test_two_laws_under_one_key_choose_the_same_token_as_often_as_the_formula_says():
+  p, q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.1, 0.3, 0.2, 0.4])
+  both = [1 / sum(max(p[j] / p[i], q[j] / q[i]) for j in range(4)) for i in range(3)]
+  keys = jax.random.split(jax.random.key(2), 200_000)
+  with np.errstate(divide="ignore"):
+    a = np.asarray(draw_shared(keys, np.log(np.float32(p))))
+    b = np.asarray(draw_shared(jax.random.clone(keys), np.log(np.float32(q))))  # the same bits, as is the point
+  for token, expected in enumerate(both):
+    hits = int(((a == token) & (b == token)).sum())
+    assert scipy.stats.binomtest(hits, len(a), expected).pvalue > LEAST_P_VALUE

@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from specjax.language_model import Cache
-from specjax.warp import Warp
+from specjax.warp import Warp, categorical, gumbel_argmax
 
 DraftState = Any  # a pytree of arrays
 
@@ -22,10 +22,11 @@ class Context:
 
   tokens: int32[B, L]; tokens[b, :length[b]] is final, what lies behind is not to be read.
   length: int32[B], at least 1.
-  key: key[B] for this round's drafts; fold the draft's index into it.
+  key: key[B] for this round's drafts; `draw` consumes it.
   warp: the settings of the law, fields of shape [B]; a drafter that draws tokens draws them from its own law so warped.
   target_cache: the target's cache after its last pass, positions < length-1.
   vocab_size: V of the target; `log_q` is over these.
+  shares_noise: whether the acceptance rule draws from the same bits on purpose, keyed by position.
   """
 
   tokens: Array
@@ -34,6 +35,15 @@ class Context:
   warp: Warp
   target_cache: Cache
   vocab_size: int = dataclasses.field(metadata={"static": True})
+  shares_noise: bool = dataclasses.field(default=False, metadata={"static": True})
+
+  def draw(self, index: Array | int, log_q: Array) -> Array:
+    """int32[B]: draft `index` of every row, drawn from log_q[B, V]. Once an index."""
+    if self.shares_noise:  # the bits of the draft's absolute position
+      keys = jax.vmap(jax.random.fold_in)(self.key, self.length + index)
+      return jax.vmap(gumbel_argmax)(keys, log_q)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(self.key, index)
+    return jax.vmap(categorical)(keys, log_q)
 
 
 @jax.tree_util.register_dataclass

@@ -38,8 +38,7 @@ class ModelDrafter:
 
     def draw(logits: Array, index: Array) -> tuple[Array, Array]:
       log_q = warp.log_probs(self._fit(logits, context.vocab_size), context.warp)
-      key = jax.vmap(jax.random.fold_in, (0, None))(context.key, index)
-      return jax.vmap(warp.categorical)(key, log_q), log_q
+      return context.draw(index, log_q), log_q
 
     def extend(carry, index: Array):
       tokens, cache = carry

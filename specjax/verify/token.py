@@ -6,7 +6,7 @@ from jax import Array
 
 from specjax import keys, warp
 from specjax.keys import Purpose
-from specjax.verify.base import Verdict, declare
+from specjax.verify.base import Verdict, declare, residual
 
 
 @declare(lossless=True)
@@ -19,21 +19,20 @@ def token(log_p: Array, log_q: Array, draft_tokens: Array, num_drafted: Array, k
   log_p: float32[gamma+1, V]; log_q: float32[gamma, V]; draft_tokens: int32[gamma]; num_drafted: int32 scalar;
   key: consumed.
   """
+  num_accepted = count_accepted(log_p, log_q, draft_tokens, num_drafted, key)
+  log_weights = residual(log_p, log_q, num_accepted, num_drafted)
+  return Verdict(num_accepted, warp.categorical(keys.fold(key, Purpose.NEXT), log_weights))
+
+
+def count_accepted(
+  log_p: Array, log_q: Array, draft_tokens: Array, num_drafted: Array, key: Array, lenience: float = 1.0
+) -> Array:
+  """int32 scalar: drafts up to the first that fails u_i < p_i(x_i) / (lenience q_i(x_i)), u_i uniform, independent."""
   gamma = draft_tokens.shape[0]
   index = jnp.arange(gamma)
   u = jax.vmap(lambda i: keys.uniform(keys.fold(key, Purpose.ACCEPT, i)))(index)
   p_draft = jnp.exp(warp.pick(log_p[:gamma], draft_tokens))
   q_draft = jnp.exp(warp.pick(log_q, draft_tokens))
   # Strict, so that u = 0 does not accept a token of p = 0.
-  accept = (u * q_draft < p_draft) & (index < num_drafted)
-  num_accepted = jnp.cumprod(accept.astype(jnp.int32)).sum()
-
-  # Behind the last draft nothing was proposed: q = 0 there, and the residual is p itself.
-  log_p_next = log_p[num_accepted]
-  q_next = jnp.exp(log_q[jnp.minimum(num_accepted, gamma - 1)]) if gamma else jnp.zeros_like(log_p_next)
-  q_next = jnp.where(num_accepted < num_drafted, q_next, 0.0)
-  residual = jnp.maximum(jnp.exp(log_p_next) - q_next, 0.0)
-  # Where p = q a rejection can only come from rounding, and the residual is empty.
-  log_weights = jnp.where(residual.sum() > 0, jnp.log(residual), log_p_next)
-  next_token = warp.categorical(keys.fold(key, Purpose.NEXT), log_weights)
-  return Verdict(num_accepted, next_token)
+  accept = (u * lenience * q_draft < p_draft) & (index < num_drafted)
+  return jnp.cumprod(accept.astype(jnp.int32)).sum()

@@ -130,7 +130,7 @@ def test_padded_vocabulary_is_never_drawn():
 
 def test_names_and_declarations():
   assert verify.get("token") is verify.token
-  with pytest.raises(ValueError, match=r"'tokens' is unknown\. Known: token"):
+  with pytest.raises(ValueError, match=r"'tokens' is unknown\. Known: block, coupled, match, token;"):
     verify.get("tokens")
   with pytest.raises(TypeError, match="lossless"):
     verify.get(lambda *_: None)
