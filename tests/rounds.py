@@ -70,6 +70,14 @@ def context_free(p, q, gamma: int = 3) -> Laws:
   return Laws(tuple(repeat(p, i) for i in range(gamma + 1)), tuple(repeat(q, i) for i in range(gamma)))
 
 
+def by_position(p, q) -> Laws:
+  """The laws p[gamma+1, V] and q[gamma, V], whatever was drafted before."""
+  return Laws(
+    tuple(context_free(row, row, i).p[i] for i, row in enumerate(p)),
+    tuple(context_free(row, row, i).p[i] for i, row in enumerate(q)),
+  )
+
+
 def one_hot(tables: tuple[np.ndarray, ...], seed: int = 0) -> tuple[np.ndarray, ...]:
   """Laws of the same shapes that are certain: of another token in every context."""
   rng = np.random.default_rng(seed)

@@ -91,8 +91,8 @@ def test_drafts_that_do_not_exist(num_drafted):
 def test_no_drafts_at_all():
   """gamma = 0: the bonus token alone."""
   key, log_p = jax.random.key(0), jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
-  verdict = verify.block(log_p, jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32), jnp.int32(0), key)
-  expected = warp.categorical(keys.fold(jax.random.clone(key), Purpose.NEXT), log_p[0])
+  verdict = jax.jit(verify.block)(log_p, jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32), jnp.int32(0), key)
+  expected = jax.jit(warp.categorical)(keys.fold(jax.random.clone(key), Purpose.NEXT), log_p[0])
   assert (int(verdict.num_accepted), int(verdict.next_token)) == (0, int(expected))
 
 

@@ -16,7 +16,7 @@ from specjax.models import tabular
 from specjax.verify import declare
 from tests import rounds
 from tests.rounds import CASES, coupled_law, match_probabilities
-from tests.statistics import LEAST_P_VALUE, assert_follows, p_value
+from tests.statistics import assert_follows, assert_probable, p_value
 
 V = 5
 
@@ -191,4 +191,5 @@ def test_acceptance_of_whole_generations():
   )  # fmt: skip
   tested, accepted = (np.asarray(x).sum(0) for x in (result.stats.tested, result.stats.accepted_at))
   for hits, trials in zip(accepted, tested, strict=True):
-    assert scipy.stats.binomtest(int(hits), int(trials), match_probabilities(p, q).sum()).pvalue > LEAST_P_VALUE
+    fit = scipy.stats.binomtest(int(hits), int(trials), match_probabilities(p, q).sum())
+    assert_probable(fit.pvalue, lambda hits=hits, trials=trials: f"{hits} of {trials} accepted")

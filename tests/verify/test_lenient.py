@@ -134,7 +134,7 @@ def test_a_token_without_mass_is_never_accepted():
   p, q = jnp.log(jnp.array([[0.0, 1.0], [0.0, 1.0]])), jnp.log(jnp.array([[0.5, 0.5]]))
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr("specjax.keys.uniform", lambda key: jnp.float32(0))
-    verdict = lenient(1e-6)(p, q, jnp.array([0]), jnp.int32(1), jax.random.key(0))
+    verdict = jax.jit(lenient(1e-6))(p, q, jnp.array([0]), jnp.int32(1), jax.random.key(0))
   assert (int(verdict.num_accepted), int(verdict.next_token)) == (0, 1)
 
 
