@@ -103,7 +103,7 @@ def test_noise_is_declared_by_one_of_two_words():
   def rule(*_): ...
 
   assert not verify.shares_noise(verify.get(rule))
-  rule.noise = "row"
+  setattr(rule, "noise", "row")  # noqa: B010
   with pytest.raises(TypeError, match=r"noise='row'.*\"round\" or \"position\""):
     verify.get(rule)
   del rule.noise  # a function that was marked by hand may lack it
