@@ -1,5 +1,8 @@
 """Exact, fast, pure-functional speculative sampling in JAX."""
 
+import importlib
+from typing import Any
+
 from specjax import draft, keys, models, verify, warp
 from specjax.draft import ModelDrafter, NGramDrafter
 from specjax.language_model import LanguageModel
@@ -29,3 +32,10 @@ __all__ = [
   "verify",
   "warp",
 ]
+
+
+def __getattr__(name: str) -> Any:
+  """`specjax.audit` on first use: scipy's statistics take longer to import than all the rest of specjax."""
+  if name == "audit":
+    return importlib.import_module("specjax.audit")
+  raise AttributeError(f"module 'specjax' has no attribute {name!r}")

@@ -151,6 +151,7 @@ class RuleReport:
 
   fits: for each program ("gamma 2, model drafts" and the like) and scenario.
   level: a p-value below this is a deviation; the report as a whole then errs with at most `false_alarm` probability.
+  Distances are total variations, averaged over scenarios.
   """
 
   name: str
@@ -190,10 +191,8 @@ class RuleReport:
     lines = [f"{self.name}: {count:,} generations in {self.seconds:.0f} s"]
     for program, fits in self.fits.items():
       whole = total(fits)
-      lines.append(
-        f"  {program}: p = {whole.p_value:.2g} together; a law further than {whole.detectable(self.level):.3f} "
-        f"(total variation, on average) from the target's would have been seen"
-      )
+      seen = f"a law {whole.detectable(self.level):.3f} away would have been seen"
+      lines.append(f"  {program}: p = {whole.p_value:.2g}, {whole.cells} outcomes; {seen}")
     if self.exact:
       lines.append(f"No deviation from the target's law (false alarms: less than {self.false_alarm:.0e}).")
     else:
