@@ -12,10 +12,12 @@ with the skewness that the exact third moments give (a normal law where it is 0,
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.optimize
 import scipy.stats
+from jax.typing import ArrayLike
 
 from specjax.audit.scores import Moments
 
@@ -72,19 +74,29 @@ class Evidence:
   path: np.ndarray
 
 
-def tail(total: float, variance: float, third: float) -> float:
-  """P(a sum as far out as `total` or further, on its side), of a sum with mean 0 and these moments."""
-  if variance <= 0:
-    return 1.0
-  z, skew = total / math.sqrt(variance), third / variance**1.5
-  # pearson3 mirrors itself with the sign of the skew.
-  return float(scipy.stats.pearson3.sf(abs(z), math.copysign(1.0, total) * skew))
+def z_and_p(total: ArrayLike, variance: ArrayLike, third: ArrayLike, allowed: ArrayLike = 0.0) -> tuple[Any, Any]:
+  """For sums with mean 0 and these moments: z without tolerance and the two-sided p-value with it, elementwise.
+
+  z is the normal quantile of the sum's tail, or total / sqrt(variance) where the tail is below what floats hold.
+  """
+  total, variance, third = (np.asarray(x, np.float64) for x in (total, variance, third))
+  sign, spread = np.where(total < 0, -1.0, 1.0), np.sqrt(variance)
+  skew = sign * third / variance**1.5  # of the sum, mirrored so that it lies above 0
+  exactly = scipy.stats.pearson3.sf(np.abs(total) / spread, skew)
+  tolerant = scipy.stats.pearson3.sf(np.maximum(np.abs(total) - allowed, 0.0) / spread, skew)
+  with np.errstate(divide="ignore"):
+    z = np.where(exactly > 0, scipy.stats.norm.isf(exactly), np.abs(total) / spread)
+  return sign * z, np.minimum(1.0, 2 * tolerant)
 
 
 def is_testable(moments: Moments) -> bool:
   """Whether the sum has enough tokens that matter for its law to be known."""
-  variance = float(moments.variance.sum(dtype=np.float64))
-  return variance > 0 and abs(float(moments.third.sum(dtype=np.float64))) <= MOST_SKEW * variance**1.5
+  return bool(known(moments.variance.sum(dtype=np.float64), moments.third.sum(dtype=np.float64)))
+
+
+def known(variance: Any, third: Any) -> Any:
+  """The same of a sum's variance and third moment, elementwise."""
+  return (variance > 0) & (np.abs(third) <= MOST_SKEW * variance**1.5)
 
 
 def add_up(name: str, moments: Moments, drift: float) -> Test:
@@ -95,15 +107,15 @@ def add_up(name: str, moments: Moments, drift: float) -> Test:
   total, variance, third = (float(x.sum(dtype=np.float64)) for x in moments[:3])
   spread = math.sqrt(variance)
   allowed = drift * float(np.sqrt(moments.variance).sum(dtype=np.float64))
-  beyond = math.copysign(max(abs(total) - allowed, 0.0), total)
+  z, p_value = z_and_p(total, variance, third, allowed)
   half_width = 1.96 * spread
   span = float((moments.high - moments.low).max())
   surely = max(abs(total) - half_width, 0.0)
   return Test(
     name=name,
     tokens=count,
-    z=signed_z(total, variance, third),
-    p_value=min(1.0, 2 * tail(beyond, variance, third)),
+    z=float(z),
+    p_value=float(p_value),
     excess=total / count,
     low=(total - half_width) / count,
     high=(total + half_width) / count,
@@ -112,13 +124,6 @@ def add_up(name: str, moments: Moments, drift: float) -> Test:
     tv=surely / span / count,
     divergence=surely**2 / variance / count,
   )
-
-
-def signed_z(total: float, variance: float, third: float) -> float:
-  """The normal quantile of the sum's tail; plainly total / sqrt(variance) where the tail is below what floats hold."""
-  p = tail(total, variance, third)
-  z = float(scipy.stats.norm.isf(p)) if p > 0 else abs(total) / math.sqrt(variance)
-  return math.copysign(z, total)
 
 
 def with_power(tests: Sequence[Test], alpha: float, power: float, drift: float) -> list[Test]:

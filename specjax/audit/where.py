@@ -8,6 +8,7 @@ which is p, so the two are put together as "tested".
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import scipy.stats
@@ -42,7 +43,7 @@ class Part:
   z: float
   p_value: float
   excess: float
-  adjusted: float = math.nan
+  adjusted: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,19 +96,39 @@ def _bins(name: str, values: np.ndarray, edges: Sequence[int] | np.ndarray) -> G
   return Grouping(name, tuple(names), codes, ordered=True)
 
 
+class _Sums(NamedTuple):
+  """Of one score, an entry a group. allowed: of drift."""
+
+  count: np.ndarray
+  total: np.ndarray
+  variance: np.ndarray
+  third: np.ndarray
+  allowed: np.ndarray
+
+
+def _sums(grouping: Grouping, m: Moments, drift: float) -> _Sums:
+  known = grouping.codes >= 0
+  codes, size = grouping.codes[known], len(grouping.names)
+  columns = (m.deviation, m.variance, m.third, drift * np.sqrt(m.variance))
+  return _Sums(np.bincount(codes, minlength=size), *(np.bincount(codes, x[known], size) for x in columns))
+
+
 def parts(partitions: Sequence[Grouping], moments: Mapping[str, Moments], drift: float) -> list[Part]:
   """Every score in every group that has enough tokens for it, with Holm's p-values over all."""
   out = []
   for grouping in partitions:
-    for code, group in enumerate(grouping.names):
-      inside = grouping.codes == code
-      for score, all_moments in moments.items():
-        own = Moments(*(x[inside] for x in all_moments))
-        if inside.any() and stats.is_testable(own):
-          test = stats.add_up(score, own, drift)
-          out.append(Part(grouping.name, group, score, test.tokens, test.z, test.p_value, test.excess))
-  adjusted = stats.holm([part.p_value for part in out])
-  return [dataclasses.replace(part, adjusted=float(p)) for part, p in zip(out, adjusted, strict=True)]
+    columns = {score: _sums(grouping, m, drift) for score, m in moments.items()}
+    for score, sums in columns.items():
+      for code in np.flatnonzero(stats.known(sums.variance, sums.third)):
+        count, *own = (x[code] for x in sums)
+        out.append((grouping.name, grouping.names[code], score, int(count), own[0] / count, own))
+  if not out:
+    return []
+  z, p = stats.z_and_p(*np.array([own for *_, own in out]).T)
+  return [
+    Part(grouping, group, score, count, float(z[i]), float(p[i]), float(excess), float(adjusted))
+    for i, ((grouping, group, score, count, excess, _), adjusted) in enumerate(zip(out, stats.holm(p), strict=True))
+  ]
 
 
 def sharpest_contrast(
@@ -117,35 +138,31 @@ def sharpest_contrast(
 
   Deviations are compared as sum d / sum v, which for a law that is tilted along the score is the same in all groups.
   """
-  tried, found = 0, []
+  tried, best = 0, None
   for grouping in partitions:
-    codes = grouping.codes
     for score, m in moments.items():
-      known = codes >= 0
-      total, variance, third, allowed = (
-        np.bincount(codes[known], x[known].astype(np.float64), len(grouping.names))
-        for x in (m.deviation, m.variance, m.third, drift * np.sqrt(m.variance))
-      )
+      sums = _sums(grouping, m, drift)
       for inside in _subsets(grouping):
-        s_in, v_in, third_in, allowed_in = (x[inside].sum() for x in (total, variance, third, allowed))
-        s_out, v_out, third_out, allowed_out = (x[~inside].sum() for x in (total, variance, third, allowed))
-        if min(v_in, v_out) <= 0:
+        a, b = (_Sums(*(x[side].sum() for x in sums)) for side in (inside, ~inside))
+        if min(a.variance, b.variance) <= 0:
           continue
         tried += 1
-        slack = allowed_in / v_in + allowed_out / v_out
-        difference = max(abs(s_in / v_in - s_out / v_out) - slack, 0.0) / math.sqrt(1 / v_in + 1 / v_out)
-        z_in, z_out = stats.signed_z(s_in, v_in, third_in), stats.signed_z(s_out, v_out, third_out)
-        is_clean = max(abs(s_out) - allowed_out, 0.0) / math.sqrt(v_out) < CLEAN_Z
-        if is_clean and abs(z_in) > abs(z_out):
-          found.append((difference, grouping, inside, score, z_in, z_out))
-  if not found:
+        slack = a.allowed / a.variance + b.allowed / b.variance
+        apart = max(abs(a.total / a.variance - b.total / b.variance) - slack, 0.0)
+        difference = apart / math.sqrt(1 / a.variance + 1 / b.variance)
+        is_clean = max(abs(b.total) - b.allowed, 0.0) < CLEAN_Z * math.sqrt(b.variance)
+        is_worse = abs(a.total) / math.sqrt(a.variance) > abs(b.total) / math.sqrt(b.variance)
+        if is_clean and is_worse and (best is None or difference > best[0]):
+          best = (difference, grouping, inside, score, a, b)
+  if best is None:
     return None
-  difference, grouping, inside, score, z_in, z_out = max(found, key=lambda entry: entry[0])
+  difference, grouping, inside, score, a, b = best
   p_value = min(1.0, 2 * tried * float(scipy.stats.norm.sf(difference)))
   if p_value > alpha:
     return None
   names = tuple(name for name, is_in in zip(grouping.names, inside, strict=True) if is_in)
-  return Contrast(grouping.name, names, score, z_in, z_out, p_value)
+  z, _ = stats.z_and_p(*np.array([a[1:], b[1:]]).T)
+  return Contrast(grouping.name, names, score, float(z[0]), float(z[1]), p_value)
 
 
 def _subsets(grouping: Grouping) -> Iterator[np.ndarray]:
