@@ -48,9 +48,9 @@ def block(log_p: Array, log_q: Array, draft_tokens: Array, num_drafted: Array, k
   mass = jnp.maximum(w[:-1, None] * jnp.exp(log_p[1:gamma]) - jnp.exp(log_q[1:]), 0.0).sum(-1)
   mass = jnp.pad(mass, (0, min(gamma, 1)))
   eta = jax.vmap(lambda i: keys.uniform(keys.fold(key, Purpose.ACCEPT, i)))(count)
-  # eta < h, strictly, so that eta = 0 does not accept a prefix of probability 0; multiplied out, as h may be 0/0 at
-  # w = 1. There it is 1: if S is 0, then P = Q, and a longer prefix is accepted anyway.
-  accept = jnp.where((w < 1) & (count < num_drafted), eta * (mass + 1 - w) < mass, eta < w) & (count <= num_drafted)
+  # eta < h, strictly, so that eta = 0 does not accept a prefix of probability 0; and multiplied out, as h is 0/0 where
+  # w = 1 and S = 0. Either answer is right there: P = Q, so that a longer prefix is accepted.
+  accept = jnp.where(count < num_drafted, eta * (mass + 1 - w) < mass, eta < w) & (count <= num_drafted)
   num_accepted = jnp.where(accept, count, 0).max(initial=0)
 
   w_next = jnp.concatenate([jnp.ones(1), w])[num_accepted]
