@@ -91,6 +91,15 @@ def test_only_rows_beyond_the_first():
   assert "batching fault" in report.verdict
 
 
+def test_worse_in_some_rows_is_not_only_in_some_rows():
+  mild, bad = samples(engines.lenient), samples(engines.residual_from_p)
+  chosen = [bad if i % 4 else mild for i in range(engines.ROWS)]
+  made = Samples([s.prompts[0] for s in chosen], [s.tokens[i] for i, s in enumerate(chosen)], rows=mixed(bool).rows)
+  report = run(made)
+  assert report.ok is False
+  assert report.contrast is None or report.contrast.grouping != "row"
+
+
 def test_only_late_in_the_file():
   report = run(mixed(lambda i: i >= engines.ROWS // 2))
   assert report.contrast.groups == ("3rd quarter", "4th quarter")
