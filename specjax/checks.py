@@ -22,6 +22,7 @@ from specjax.warp import Warp
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)  # a tracer is a jax.Array, but no ArrayLike
 MAX_VOCAB_MULTIPLE = 1024  # vocabularies are padded to multiples of powers of two up to this
+INDEPENDENT_KEYS = ("threefry2x32", "fry")
 MAX_LENGTH = 2**30  # positions are int32, and buffers are rounded up to a power of two
 MIN_SLOTS = 128
 PREFILL_CHUNK = 64  # prompt tokens a pass
@@ -61,6 +62,10 @@ def request(
 
   Returns the request and P + max(max_new_tokens), the width of the result, or None where that is traced.
   """
+  if jax.config.jax_enable_x64:
+    raise ValueError(
+      "jax_enable_x64 is on, but positions are int32 and laws float32 here: call it within jax.enable_x64(False)."
+    )
   gamma, chunk = count("num_draft_tokens", num_draft_tokens, 0), count("prefill_chunk", prefill_chunk, 1)
   drafter = models(target, drafter, gamma)
   prompts = _prompts(prompt_tokens)
@@ -77,11 +82,11 @@ def request(
   limit = lengths + max_new
   for what, model in _models(target, drafter):
     _context(what, model, limit)
-  stop_ids = _stop_ids(eos_id, target.vocab_size)
+  stops = stop_ids(eos_id, target.vocab_size)
   # One type for all, so that it decides about no program; padding that int32 can't hold may wrap around.
   pad = (jnp if isinstance(prompts, jax.core.Tracer) else np).pad
   tokens = pad(prompts.astype(np.int32), ((0, 0), (0, max_length - width)))
-  return Request(target, drafter, tokens, lengths, limit, key, stop_ids, warp, gamma, chunk), longest
+  return Request(target, drafter, tokens, lengths, limit, key, stops, warp, gamma, chunk), longest
 
 
 def models(target: LanguageModel, drafter: Any, num_draft_tokens: int) -> Any:
@@ -268,7 +273,9 @@ def _max_length(max_length: int | None, longest: int | None, width: int, gamma: 
   """The buffers' slots: what was asked for, if it is enough, or what is needed, rounded up to a power of two."""
   need = slots(width, longest or width, gamma, chunk)
   if max_length is not None:
-    if (max_length := count("max_length", max_length, 1)) < need:
+    if (max_length := count("max_length", max_length, 1)) > MAX_LENGTH:
+      raise ValueError(f"max_length={max_length} must be at most {MAX_LENGTH}: positions are int32.")
+    if max_length < need:
       raise ValueError(f"max_length={max_length} is too small: these prompts and limits take {need} slots.")
     return max_length
   if longest is None:
@@ -312,14 +319,20 @@ def _key(key: Array, batch: int) -> None:
   if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
     kind = getattr(key, "dtype", type(key).__name__)
     raise TypeError(f"key has type {kind}; it must be a typed key: jax.random.key(seed).")
+  if (kind := str(jax.random.key_impl(key))) not in INDEPENDENT_KEYS:
+    raise ValueError(
+      f"key is of the implementation {kind!r}, whose draws under vmap all come from the first row's key: rows would "
+      f"not be independent. Allowed: {', '.join(INDEPENDENT_KEYS)}, as jax.random.key(seed, impl='threefry2x32') makes one."
+    )
   if key.shape not in ((), (batch,)):
     raise ValueError(f"key has shape {key.shape}; allowed: a single key, or one key for each of {batch} rows.")
 
 
-def _stop_ids(eos_id: int | Sequence[int] | None, vocab_size: int) -> np.ndarray:
-  ids = () if eos_id is None else tuple(eos_id) if isinstance(eos_id, Sequence) else (eos_id,)
+def stop_ids(eos_id: int | Sequence[int] | None, vocab_size: int) -> np.ndarray:
+  """eos_id as int32[E]."""
+  ids = () if eos_id is None else tuple(eos_id) if np.iterable(eos_id) and not isinstance(eos_id, str) else (eos_id,)
   for token in ids:
-    if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+    if isinstance(token, bool | np.bool_) or not isinstance(token, numbers.Integral):
       raise TypeError(f"eos_id={eos_id!r} must be an int, a sequence of ints, or None.")
   return _range("eos_id", np.array(ids, object), 0, vocab_size - 1, "the target's vocabulary")
 

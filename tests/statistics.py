@@ -1,5 +1,6 @@
 """Whole generations against an exact law: the tests that the exactness suite shares, and its budget of false alarms."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from specjax.result import SampleResult
 
 # A test fails where so small a p-value comes up. Seeds are fixed, so a test that passes once passes always; the level
 # says how likely a sound sampler is to be called faulty when seeds or code change. The whole suite may err with a
-# probability of 1e-6: `conftest` fails a run that makes more tests than MOST.
+# probability of 1e-6: a worker that makes more tests than its share of MOST fails.
 LEVEL = 4e-10
 MOST = 2500
 made = 0  # tests in this process
@@ -22,6 +23,9 @@ made = 0  # tests in this process
 def assert_probable(p_value: float, message: Callable[[], str]) -> None:
   global made
   made += 1
+  workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+  if made * workers > MOST:
+    raise AssertionError(f"more than {MOST} tests at level {LEVEL}: false alarms pass 1e-6. Merge some, or lower it.")
   if p_value < LEVEL:
     raise AssertionError(f"p-value {p_value:.2e}: {message()}")
 

@@ -85,6 +85,7 @@ PROMPT_ERRORS = {
 LENGTH_ERRORS = {
   "prompt of length 0": ({"prompt_lengths": np.array([3, 0])}, ValueError, ["prompt_lengths[1]=0", "1 to 3"]),
   "length negative": ({"prompt_lengths": np.array([-1, 1])}, ValueError, ["prompt_lengths[0]=-1", "1 to 3"]),
+  "buffers beyond int32": ({"max_length": 10**13}, ValueError, ["max_length=10000000000000", "1073741824"]),
   "length beyond P": ({"prompt_lengths": np.array([3, 4])}, ValueError, ["prompt_lengths[1]=4", "1 to 3", "width"]),
   "length beyond int32": ({"prompt_lengths": np.array([3, 2**32 + 1])}, ValueError, ["4294967297", "1 to 3"]),
   "one length for all": ({"prompt_lengths": 3}, ValueError, ["prompt_lengths", "()", "int32[2]"]),
@@ -117,6 +118,8 @@ KEY_ERRORS = {
   "a seed": ({"key": 0}, TypeError, ["int", "jax.random.key"]),
   "no key": ({"key": None}, TypeError, ["NoneType", "jax.random.key"]),
   "three keys": ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, ["(3,)", "2 rows"]),
+  # Under vmap these draw every row's bits from the first row's key.
+  "rbg key": ({"key": jax.random.key(0, impl="rbg")}, ValueError, ["'rbg'", "threefry2x32"]),
   "a square of keys": ({"key": jax.random.split(jax.random.key(0), (2, 2))}, ValueError, ["(2, 2)", "2 rows"]),
 }
 
@@ -124,6 +127,7 @@ STOP_ERRORS = {
   "stop id too large": ({"eos_id": V}, ValueError, ["eos_id", "=5", "0 to 4"]),
   "stop id negative": ({"eos_id": (1, -1)}, ValueError, ["eos_id[1]=-1", "0 to 4"]),
   "stop id beyond int64": ({"eos_id": 2**70}, ValueError, ["eos_id", str(2**70), "0 to 4"]),
+  "stop id of numpy, float": ({"eos_id": np.array([1.0])}, TypeError, ["eos_id=array([1.])", "int"]),
   "stop id float": ({"eos_id": 2.0}, TypeError, ["eos_id=2.0", "int"]),
   "stop id bool": ({"eos_id": (True,)}, TypeError, ["eos_id=(True,)", "int"]),
   "stop id text": ({"eos_id": "</s>"}, TypeError, ["eos_id='</s>'", "int"]),
@@ -196,6 +200,17 @@ def test_bad_warps(monkeypatch, name, value, error, words):
 @pytest.mark.parametrize("warp", [None, 1.0, {"temperature": 1.0}, (1.0, 0, 1.0, 0.0)])
 def test_a_warp_of_another_type(monkeypatch, warp):
   refuse(monkeypatch, TypeError, ["specjax.Warp", type(warp).__name__], warp=warp)
+
+
+def test_64_bit_mode(monkeypatch):
+  with jax.enable_x64(True):
+    refuse(monkeypatch, ValueError, ["jax_enable_x64", "jax.enable_x64(False)"])
+
+
+@pytest.mark.parametrize("eos_id", [(1, 2), [1, 2], np.array([1, 2]), {1, 2}])
+def test_stop_ids_of_any_collection(eos_id):
+  np.testing.assert_array_equal(checks.stop_ids(eos_id, V), [1, 2])
+  np.testing.assert_array_equal(checks.stop_ids(np.int64(3), V), [3])
 
 
 @pytest.mark.parametrize("target", ["smollm2-135m", None, specjax.ModelDrafter(untraceable())])

@@ -181,10 +181,7 @@ def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power) -> t
       limit = None if model is None else model.context_length
       if limit is not None and len(prompt) + len(tokens) > limit:
         raise ValueError(f"generation {i} has {len(prompt) + len(tokens)} tokens, the {what}'s context holds {limit}.")
-  ids = [] if eos_id is None else list(eos_id) if isinstance(eos_id, Sequence) else [eos_id]
-  stop_ids = np.unique(np.array(ids, np.int32)) if ids else np.zeros(0, np.int32)
-  if ids and (min(ids) < 0 or max(ids) >= target.vocab_size):
-    raise ValueError(f"eos_id={eos_id} must hold ids of 0 to {target.vocab_size - 1}.")
+  stop_ids = np.unique(checks.stop_ids(eos_id, target.vocab_size))
   return checks.warp_settings(warp, len(samples.tokens)), stop_ids, noise
 
 

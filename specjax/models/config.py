@@ -57,6 +57,18 @@ class DecoderConfig:
   tied_head: bool = True
 
   def __post_init__(self):
+    for name in (
+      "vocab_size",
+      "context_length",
+      "num_layers",
+      "d_model",
+      "num_heads",
+      "num_kv_heads",
+      "head_dim",
+      "d_ff",
+    ):
+      if not isinstance(size := getattr(self, name), int) or size < 1:
+        raise ValueError(f"{name}={size!r} must be a whole number, 1 or more.")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.")
 

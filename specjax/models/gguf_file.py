@@ -143,11 +143,11 @@ def _parse(path: pathlib.Path, cursor: _Cursor) -> GgufFile:
       raw[name] = _tensor_entry(cursor, name)
   except UnicodeDecodeError as error:
     raise ValueError(f"{path} is corrupt: a name or a string before byte {cursor.offset} is not UTF-8.") from error
-  if metadata.get("split.count", 1) > 1:
-    raise ValueError(
-      f"{path} is one of {metadata['split.count']} parts of a model. Join them first (llama-gguf-split --merge)."
-    )
-  alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+  parts, alignment = metadata.get("split.count", 1), metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+  if not (isinstance(parts, int) and isinstance(alignment, int) and alignment > 0):
+    raise ValueError(f"{path} is corrupt: split.count={parts!r} and general.alignment={alignment!r} must be numbers.")
+  if parts > 1:
+    raise ValueError(f"{path} is one of {parts} parts of a model. Join them first (llama-gguf-split --merge).")
   base = -(-cursor.offset // alignment) * alignment
   tensors = {name: _tensor_info(path, name, *entry, base, len(cursor.data)) for name, entry in raw.items()}
   return GgufFile(path, metadata, tensors)

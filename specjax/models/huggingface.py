@@ -113,9 +113,12 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
   if not path.is_file():
     raise FileNotFoundError(f"{path.parent} is no model directory: it has no {path.name}.")
   try:
-    return json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text(encoding="utf-8"))
   except ValueError as error:
     raise ValueError(f"{path} is not JSON: {error}") from error
+  if not isinstance(content, dict):
+    raise ValueError(f"{path} holds a {type(content).__name__}; it must hold an object.")
+  return content
 
 
 def _tokenizer_hash(directory: pathlib.Path) -> str | None:
@@ -136,8 +139,9 @@ def _config(path: pathlib.Path, settings: Mapping[str, Any]) -> DecoderConfig:
   for key, allowed in _NEUTRAL[kind].items():
     if (value := settings.get(key, allowed[0])) not in allowed:
       raise ValueError(f"{path} has {key} = {value!r}, which is not supported for {kind} (only {allowed[0]!r}).")
-  if other := set(settings.get("layer_types") or ()) - {"full_attention"}:
-    raise ValueError(f"{path} has layers of type {', '.join(sorted(other))}; only full_attention is supported.")
+  layers = settings.get("layer_types") or []
+  if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+    raise ValueError(f"{path} has layer_types = {layers!r}; only full_attention is supported.")
   if settings.get("quantization_config"):
     raise ValueError(f"{path} has a quantization_config; only float32, float16 and bfloat16 weights are supported.")
   make = _gpt2_config if kind == "gpt2" else _llama_config
@@ -145,6 +149,8 @@ def _config(path: pathlib.Path, settings: Mapping[str, Any]) -> DecoderConfig:
     return make(path, settings)
   except KeyError as error:
     raise ValueError(f"{path} has no {error}, which {kind} needs.") from None
+  except (AttributeError, TypeError, ZeroDivisionError) as error:
+    raise ValueError(f"{path} has a value of the wrong type or a size of 0 ({error}).") from error
 
 
 def _llama_config(path: pathlib.Path, settings: Mapping[str, Any]) -> DecoderConfig:

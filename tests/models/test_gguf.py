@@ -169,6 +169,7 @@ Edit = Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
     (lambda values, weights: values.update({"llama.attention.sliding_window": 64}), "sliding_window = 64"),
     (lambda values, weights: values.update({"llama.attention.head_count_kv": [2, 2, 1]}), r"\[2, 2, 1\]"),
     (lambda values, weights: values.update({"split.count": 3}), "one of 3 parts"),
+    (lambda values, weights: values.update({"split.count": "x"}), r"split\.count='x'"),
   ],
 )
 def test_refuses(edit: Edit, message: str, tmp_path: pathlib.Path) -> None:

@@ -186,6 +186,10 @@ LAYER = "model.layers.1."
     ("llama", lambda c, w: c.update(model_type="mistral"), r"'mistral'.*Supported are llama, qwen2, qwen3, gpt2"),
     ("llama", lambda c, w: c.pop("model_type"), "model_type None"),
     ("llama", lambda c, w: c.pop("hidden_size"), "'hidden_size'"),
+    ("llama", lambda c, w: c.update(num_attention_heads=0), "a size of 0"),
+    ("llama", lambda c, w: c.update(hidden_size="x"), "wrong type"),
+    ("llama_linear", lambda c, w: c.update(rope_scaling="x"), "wrong type"),
+    ("qwen3", lambda c, w: c.update(layer_types=5), "layer_types = 5"),
     ("gpt2", lambda c, w: c.pop("n_embd"), "'n_embd'"),
     ("llama", lambda c, w: c.update(hidden_act="gelu"), "hidden_act = 'gelu'"),
     ("gpt2", lambda c, w: c.update(activation_function="relu"), "activation_function = 'relu'"),
@@ -255,3 +259,7 @@ def test_corrupt_files(tmp_path: pathlib.Path) -> None:
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(ValueError, match=r"config\.json is not JSON"):
     open_huggingface(tmp_path)
+  for content, kind in (("[]", "list"), ("null", "NoneType")):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"config\.json holds a {kind}"):
+      open_huggingface(tmp_path)
