@@ -322,7 +322,7 @@ def _key(key: Array, batch: int) -> None:
   if (kind := str(jax.random.key_impl(key))) not in INDEPENDENT_KEYS:
     raise ValueError(
       f"key is of the implementation {kind!r}, whose draws under vmap all come from the first row's key: rows would "
-      f"not be independent. Allowed: {', '.join(INDEPENDENT_KEYS)}, as jax.random.key(seed, impl='threefry2x32') makes one."
+      f"not be independent. Allowed: {', '.join(INDEPENDENT_KEYS)}; jax.random.key(seed, impl='threefry2x32') is one."
     )
   if key.shape not in ((), (batch,)):
     raise ValueError(f"key has shape {key.shape}; allowed: a single key, or one key for each of {batch} rows.")
