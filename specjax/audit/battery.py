@@ -9,6 +9,7 @@ import functools
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from specjax.audit.exact import Fit, Outcome, compare
 from specjax.draft import ModelDrafter, NGramDrafter
 from specjax.language_model import LanguageModel
 from specjax.models import tabular
+from specjax.result import SampleResult
 from specjax.verify import Verifier
 from specjax.warp import Warp
 
@@ -115,27 +117,37 @@ def run(
   """
   if cases is None:
     cases = scenarios(("soft", "q near zero", "target lacks a token")) if one_hot else scenarios()
+  request = arguments(cases, num_draft_tokens=num_draft_tokens, one_hot=one_hot, rows=rows, seed=seed)
+  return fits(jax.device_get(sampler.sample(**request, verifier=rule)), cases)
+
+
+def arguments(
+  cases: Sequence[Scenario], *, num_draft_tokens: int, one_hot: bool = False, rows: int, seed: int = 0
+) -> dict[str, Any]:
+  """What `sample`, or another sampler, is called with: row b of its batch is in scenario `b % len(cases)`."""
   targets, drafts = zip(*([language.model() for language in case.languages()] for case in cases), strict=True)
   rows -= rows % len(cases)
   deal = lambda values: np.resize(np.asarray(values), (rows, *np.shape(values)[1:]))  # noqa: E731
   width = max(len(case.prompt) for case in cases)
   # The padding is a token the languages know: reading it would be a fault that shows.
   prompts = [(*case.prompt, *[1] * (width - len(case.prompt))) for case in cases]
-  result = sampler.sample(
-    tabular.interleave(targets),
-    NGramDrafter() if one_hot else ModelDrafter(tabular.interleave(drafts)),
-    deal(prompts),
-    prompt_lengths=deal([len(case.prompt) for case in cases]),
-    key=jax.random.key(seed),
-    max_new_tokens=LENGTH,
-    num_draft_tokens=num_draft_tokens,
-    warp=jax.tree.map(lambda *values: deal(values), *(WARPS[case.warp] for case in cases)),
-    verifier=rule,
-    eos_id=STOP,
-    max_length=24,
-    prefill_chunk=2,  # the longer prompts take several passes
-  )
-  result = jax.device_get(result)
+  return {
+    "target": tabular.interleave(targets),
+    "drafter": NGramDrafter() if one_hot else ModelDrafter(tabular.interleave(drafts)),
+    "prompt_tokens": deal(prompts),
+    "prompt_lengths": deal([len(case.prompt) for case in cases]),
+    "key": jax.random.key(seed),
+    "max_new_tokens": LENGTH,
+    "num_draft_tokens": num_draft_tokens,
+    "warp": jax.tree.map(lambda *values: deal(values), *(WARPS[case.warp] for case in cases)),
+    "eos_id": STOP,
+    "max_length": 24,
+    "prefill_chunk": 2,  # the longer prompts take several passes
+  }
+
+
+def fits(result: SampleResult, cases: Sequence[Scenario]) -> dict[Scenario, Fit]:
+  """How well the generations that `arguments` asked for fit each scenario's law."""
   return {case: compare(result, case.law(), rows=slice(i, None, len(cases))) for i, case in enumerate(cases)}
 
 
@@ -215,9 +227,9 @@ def check_rule(rule: str | Verifier, *, rows: int = 200_000, seed: int = 0, leve
   blocks of one and three model drafts and of two n-gram drafts. Takes less than a minute on two cores.
   """
   start, checked = time.perf_counter(), verify.get(rule)
-  fits = {}
+  found = {}
   for gamma, one_hot in tqdm.tqdm(PROGRAMS, desc="Checking the rule", leave=False, disable=None):
     name = f"gamma {gamma}, {'n-gram' if one_hot else 'model'} drafts"
-    fits[name] = run(checked, num_draft_tokens=gamma, one_hot=one_hot, rows=rows, seed=seed)
+    found[name] = run(checked, num_draft_tokens=gamma, one_hot=one_hot, rows=rows, seed=seed)
   name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
-  return RuleReport(name, checked.lossless, fits, level, time.perf_counter() - start)
+  return RuleReport(name, checked.lossless, found, level, time.perf_counter() - start)

@@ -1,0 +1,120 @@
+"""A sampler in parts, each of which can be replaced: what faults are planted in, and what checks are run on.
+
+`Engine()` is `specjax.sample` spelled out: `specjax.init`, then rounds of `specjax.step`, with a place for other code
+before, between and after. It is called like `specjax.sample`, and so may be compared with it or stand in for it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from specjax import sampler, verify
+from specjax.draft import Drafter
+from specjax.language_model import LanguageModel
+from specjax.result import SampleResult
+from specjax.sampler import RoundInfo, SpecState
+from specjax.verify import Verifier
+from specjax.warp import DEFAULT_WARP, Warp
+
+Models = tuple[LanguageModel, Drafter, Warp]
+
+
+def same_models(target: LanguageModel, drafter: Drafter, warp: Warp) -> Models:
+  return target, drafter, warp
+
+
+def same_start(state: SpecState, target: LanguageModel) -> SpecState:
+  del target
+  return state
+
+
+def same_state(before: SpecState, state: SpecState, info: RoundInfo) -> SpecState:
+  del before, info
+  return state
+
+
+def same_result(result: SampleResult) -> SampleResult:
+  return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+  """A run that was watched: its result and every round, as numpy arrays."""
+
+  result: SampleResult
+  rounds: list[RoundInfo]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+  """A sampler. Every field is a pure function, run while a program is traced; the defaults change nothing.
+
+  rule: the acceptance rule.
+  models: (target, drafter, warp) as they were asked for -> as they are used.
+  begin: (state before the first round, target in use) -> that state.
+  after: (state before a round, state behind it, what happened) -> the state that the next round starts from.
+  report: result -> what the caller is told; run on numpy arrays.
+  """
+
+  rule: Verifier = verify.token
+  models: Callable[[LanguageModel, Drafter, Warp], Models] = same_models
+  begin: Callable[[SpecState, LanguageModel], SpecState] = same_start
+  after: Callable[[SpecState, SpecState, RoundInfo], SpecState] = same_state
+  report: Callable[[SampleResult], SampleResult] = same_result
+
+  def __call__(self, target: LanguageModel, drafter: Drafter, prompt_tokens: ArrayLike, **settings: Any) -> SampleResult:
+    """What `specjax.sample` returns; `settings` are its arguments, with `max_length`, without `verifier`."""
+    return self.trace(target, drafter, prompt_tokens, **settings).result
+
+  def trace(
+    self,
+    target: LanguageModel,
+    drafter: Drafter,
+    prompt_tokens: ArrayLike,
+    *,
+    key: Array,
+    max_length: int,
+    prompt_lengths: ArrayLike | None = None,
+    max_new_tokens: ArrayLike = 128,
+    num_draft_tokens: int = 4,
+    warp: Warp = DEFAULT_WARP,
+    eos_id: int | Sequence[int] | None = None,
+    prefill_chunk: int = 64,
+  ) -> Trace:
+    """Runs the sampler and returns its rounds, too."""
+    prompts = np.asarray(prompt_tokens, np.int32)
+    lengths = np.full(len(prompts), prompts.shape[1]) if prompt_lengths is None else np.asarray(prompt_lengths)
+    limits = np.asarray(max_new_tokens, np.int32)
+    asked = warp.per_row(len(prompts))
+    state = _begin(
+      self, target, drafter, asked, prompts, lengths.astype(np.int32), limits, key,
+      num_draft_tokens=num_draft_tokens, eos_id=eos_id, max_length=max_length, prefill_chunk=prefill_chunk,
+    )  # fmt: skip
+    rounds = []
+    while not state.finished.all():
+      state, info = _step(self, target, drafter, asked, state)
+      rounds.append(jax.device_get(info))
+    result = jax.device_get(state.result().cut(prompts.shape[1] + int(limits.max())))
+    return Trace(self.report(result), rounds)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk"))
+def _begin(engine: Engine, target, drafter, warp, prompts, lengths, max_new_tokens, key, **static) -> SpecState:
+  target, drafter, warp = engine.models(target, drafter, warp)
+  state = sampler.init(
+    target, drafter, prompts, key=key, prompt_lengths=lengths, max_new_tokens=max_new_tokens, warp=warp, **static
+  )
+  return engine.begin(state, target)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(engine: Engine, target, drafter, warp, state: SpecState) -> tuple[SpecState, RoundInfo]:
+  target, drafter, _ = engine.models(target, drafter, warp)
+  new, info = sampler.step(state, target, drafter, verifier=engine.rule)
+  return engine.after(state, new, info), info
