@@ -14,6 +14,7 @@ from specjax.audit.engine import Engine
 from specjax.audit.mutants.base import Mutant
 from specjax.keys import Purpose
 from specjax.verify import Verdict, Verifier, declare
+from specjax.verify.base import Noise, residual
 
 
 def own_uniforms(key: Array, gamma: int) -> Array:
@@ -42,7 +43,8 @@ def residual_weights(mass: Callable[[Array, Array], Array]) -> Callable[..., Arr
   return weights
 
 
-def draw_next(key: Array, log_weights: Array) -> Array:
+def draw_next(key: Array, log_weights: Array, n: Array) -> Array:
+  del n
   return warp.categorical(keys.fold(key, Purpose.NEXT), log_weights)
 
 
@@ -52,16 +54,21 @@ def assemble(
   passes: Callable[[Array, Array, Array], Array] = strictly,
   count: Callable[[Array], Array] = up_to_the_first_rejection,
   weights: Callable[..., Array] = residual_weights(mass_left),  # noqa: B008
-  draw: Callable[[Array, Array], Array] = draw_next,
+  draw: Callable[[Array, Array, Array], Array] = draw_next,
+  noise: Noise = "round",
 ) -> Verifier:
-  """Algorithm 1 of arXiv 2211.17192 for at least one draft; with the default parts, draw for draw the token rule."""
+  """Algorithm 1 of arXiv 2211.17192 for at least one draft; with the default parts, draw for draw the token rule.
 
-  @declare(lossless=False)
+  uniforms: (key, gamma) -> u[gamma]. passes: (u, p, q), each [gamma] -> bool[gamma]. count: of what passed -> n.
+  weights: (log_p, log_q, drafts, n, num_drafted) -> log-weights[V]. draw: (key, log-weights, n) -> the next token.
+  """
+
+  @declare(lossless=False, noise=noise)
   def rule(log_p: Array, log_q: Array, drafts: Array, num_drafted: Array, key: Array) -> Verdict:
     gamma = drafts.shape[0]
     p, q = jnp.exp(warp.pick(log_p[:gamma], drafts)), jnp.exp(warp.pick(log_q, drafts))
     n = count(passes(uniforms(key, gamma), p, q) & (jnp.arange(gamma) < num_drafted))
-    return Verdict(n, draw(key, weights(log_p, log_q, drafts, n, num_drafted)))
+    return Verdict(n, draw(key, weights(log_p, log_q, drafts, n, num_drafted), n))
 
   return rule
 
@@ -105,7 +112,7 @@ def _unguarded(mass: Callable[[Array, Array], Array]) -> Callable[..., Array]:
   return weights
 
 
-def _draw_unnormalised(key: Array, log_weights: Array) -> Array:
+def _draw_unnormalised(key: Array, log_weights: Array, n: Array) -> Array:
   """Inverse of the cumulative sum at u in [0, 1), which the sum may never reach: the last token then."""
   u = keys.uniform(keys.fold(key, Purpose.NEXT))
   return jnp.minimum((jnp.exp(log_weights).cumsum() <= u).sum(), len(log_weights) - 1).astype(jnp.int32)
@@ -129,7 +136,7 @@ def _uniform_of_the_key(key: Array, gamma: int) -> Array:
   return jnp.broadcast_to(jax.random.uniform(key), (gamma,))
 
 
-def _draw_of_the_same_key(key: Array, log_weights: Array) -> Array:
+def _draw_of_the_same_key(key: Array, log_weights: Array, n: Array) -> Array:
   # A clone, as jax can be told to refuse the reuse that this fault consists of.
   return jax.random.categorical(jax.random.clone(key), log_weights).astype(jnp.int32)
 
@@ -143,10 +150,21 @@ def _without_bonus(log_p, log_q, drafts, num_drafted, key):
   return Verdict(verdict.num_accepted - full, jnp.where(full, last, verdict.next_token))
 
 
-def _block(*, weight: Callable[[Array, Array, Array], Array], scaled_residual: bool = True) -> Verifier:
-  """Block verification (`specjax.verify.block`) with w_i = weight(w_i-1, p, q)."""
+def capped(w: Array, p: Array, q: Array) -> Array:
+  return jnp.where(w * p > 0, jnp.minimum(w * p / q, 1.0), 0.0)
 
-  @declare(lossless=False)
+
+def assemble_block(
+  *,
+  weight: Callable[[Array, Array, Array], Array] = capped,
+  scaled_residual: bool = True,
+  uniforms: Callable[[Array, int], Array] = own_uniforms,
+  draw: Callable[[Array, Array, Array], Array] = draw_next,
+  noise: Noise = "round",
+) -> Verifier:
+  """Block verification (`specjax.verify.block`) for at least one draft; weight: (w_i-1, p, q) -> w_i."""
+
+  @declare(lossless=False, noise=noise)
   def rule(log_p: Array, log_q: Array, drafts: Array, num_drafted: Array, key: Array) -> Verdict:
     gamma = drafts.shape[0]
     p, q = jnp.exp(warp.pick(log_p[:gamma], drafts)), jnp.exp(warp.pick(log_q, drafts))
@@ -155,18 +173,14 @@ def _block(*, weight: Callable[[Array, Array, Array], Array], scaled_residual: b
     count = jnp.arange(1, gamma + 1)
     mass = jnp.maximum(w[:-1, None] * jnp.exp(log_p[1:gamma]) - jnp.exp(log_q[1:]), 0.0).sum(-1)
     mass = jnp.pad(mass, (0, 1))
-    eta = own_uniforms(key, gamma)
+    eta = uniforms(key, gamma)
     inside = jnp.where(kept < 1, eta * (mass + 1 - kept) < mass, eta < kept)
     accept = jnp.where(count < num_drafted, inside, eta < kept) & (count <= num_drafted)
     n = jnp.where(accept, count, 0).max()
     scale = jnp.concatenate([jnp.ones(1), w])[n] if scaled_residual else 1.0
-    return Verdict(n, draw_next(key, verify.base.residual(log_p, log_q, n, num_drafted, scale)))
+    return Verdict(n, draw(key, residual(log_p, log_q, n, num_drafted, scale), n))
 
   return rule
-
-
-def _capped(w: Array, p: Array, q: Array) -> Array:
-  return jnp.where(w * p > 0, jnp.minimum(w * p / q, 1.0), 0.0)
 
 
 def _uncapped(w: Array, p: Array, q: Array) -> Array:
@@ -177,13 +191,12 @@ def _of_this_token(w: Array, p: Array, q: Array) -> Array:
   return jnp.where(p > 0, jnp.minimum(p / q, 1.0), 0.0)
 
 
-block = _block(weight=_capped)  # right, to test the parts with
-
 ONE_ROUND, RARE, EMPTY = "one round", "rare drafts", "empty residual"
 
 
 def _mutant(name: str, description: str, rule: Verifier, check: str = ONE_ROUND, visible: bool = True) -> Mutant:
-  rule.__name__ = rule.__qualname__ = name
+  if rule.__name__ == "rule":  # for error messages
+    rule.__name__ = rule.__qualname__ = name
   return Mutant(name, description, visible, check, Engine(rule=rule))
 
 
@@ -216,7 +229,7 @@ MUTANTS = (
   _mutant("u and residual from one key", "the residual's noise knows u",
           assemble(uniforms=_uniform_of_the_key, draw=_draw_of_the_same_key)),
   _mutant("accepts behind a rejection", "counts all drafts that pass", assemble(count=lambda x: x.sum())),
-  _mutant("block: token criterion", "w_i = min(1, p_i / q_i) forgets the drafts before", _block(weight=_of_this_token)),
-  _mutant("block: weight without cap", "w_i is the plain product of ratios", _block(weight=_uncapped)),
-  _mutant("block: token residual", "the residual is not scaled by w", _block(weight=_capped, scaled_residual=False)),
+  _mutant("block: token criterion", "w_i = min(1, p_i / q_i) forgets the drafts before", assemble_block(weight=_of_this_token)),
+  _mutant("block: weight without cap", "w_i is the plain product of ratios", assemble_block(weight=_uncapped)),
+  _mutant("block: token residual", "the residual is not scaled by w", assemble_block(scaled_residual=False)),
 )  # fmt: skip
