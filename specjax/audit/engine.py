@@ -68,7 +68,9 @@ class Engine:
   after: Callable[[SpecState, SpecState, RoundInfo], SpecState] = same_state
   report: Callable[[SampleResult], SampleResult] = same_result
 
-  def __call__(self, target: LanguageModel, drafter: Drafter, prompt_tokens: ArrayLike, **settings: Any) -> SampleResult:
+  def __call__(
+    self, target: LanguageModel, drafter: Drafter, prompt_tokens: ArrayLike, **settings: Any
+  ) -> SampleResult:
     """What `specjax.sample` returns; `settings` are its arguments, with `max_length`, without `verifier`."""
     return self.trace(target, drafter, prompt_tokens, **settings).result
 
@@ -104,7 +106,9 @@ class Engine:
     return Trace(self.report(result), rounds)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk"))
+@functools.partial(
+  jax.jit, static_argnums=0, static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk")
+)
 def _begin(engine: Engine, target, drafter, warp, prompts, lengths, max_new_tokens, key, **static) -> SpecState:
   target, drafter, warp = engine.models(target, drafter, warp)
   state = sampler.init(

@@ -42,6 +42,38 @@ def from_table(table: Array) -> LanguageModel:
   )
 
 
+def recurrent(model: LanguageModel) -> LanguageModel:
+  """The same language with a state in place of a cache by position: it must be rewound, and ignores `start`.
+
+  model: of `tabular` or `from_table`. The state is the last tokens and their number; past ones are kept for `rewind`.
+  """
+  order, vocab_size = model.params.ndim - 2, model.vocab_size
+
+  def init_cache(params: Array, batch: int, max_length: int) -> dict[str, Array]:
+    return {
+      "position": jnp.zeros(batch, jnp.int32),
+      "past": jnp.full((batch, max_length + 1, order), vocab_size, jnp.int32),  # the state at each position
+    }
+
+  def rewind(cache: dict[str, Array], length: Array) -> dict[str, Array]:
+    return cache | {"position": length}
+
+  def apply(params: Array, tokens: Array, cache: dict[str, Array], start: Array) -> tuple[Array, dict[str, Array]]:
+    del start
+    row = jnp.arange(tokens.shape[0])
+
+    def feed(cache: dict[str, Array], token: Array) -> tuple[dict[str, Array], Array]:
+      position, past = cache["position"], cache["past"]
+      state = jnp.concatenate([past[row, position, 1:], token[:, None]], axis=1)
+      logits = params[(position % params.shape[0], *state.T)]
+      return {"position": position + 1, "past": past.at[row, position + 1].set(state, mode="drop")}, logits
+
+    cache, logits = lax.scan(feed, cache, tokens.T)
+    return jnp.moveaxis(logits, 0, 1), cache
+
+  return LanguageModel(model.params, apply, init_cache, vocab_size, rewind=rewind)
+
+
 def interleave(models: Sequence[LanguageModel]) -> LanguageModel:
   """One model for a batch in which row b speaks `models[b % len(models)]`: many languages in one program.
 

@@ -123,9 +123,7 @@ def _cuts_its_vocabulary(inner, state, context, gamma, asked):
   size = inner.model.vocab_size
   proposal = inner.propose(state, dataclasses.replace(context, vocab_size=size), gamma)
   size = context.vocab_size
-  return dataclasses.replace(
-    proposal, tokens=jnp.minimum(proposal.tokens, size - 1), log_q=proposal.log_q[..., :size]
-  )
+  return dataclasses.replace(proposal, tokens=jnp.minimum(proposal.tokens, size - 1), log_q=proposal.log_q[..., :size])
 
 
 def _same_keys_every_round(inner, state, context, gamma, asked):

@@ -1,0 +1,369 @@
+"""Checks of a whole sampler on tiny languages: the law of its output, rows, caches and figures, each as a p-value.
+
+A check takes an `Engine`, or where it looks at results alone anything that is called like one. An invariant is a test
+whose p-value is 1 or 0. `CHECKS` holds all of them by name; None says that a check does not apply.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+from jax import Array
+
+from specjax import checks, warp
+from specjax.audit import battery, rounds
+from specjax.audit.battery import STOP, VOCAB
+from specjax.audit.engine import Engine, Trace
+from specjax.audit.exact import compare
+from specjax.audit.rounds import KEPT, Kept, combine
+from specjax.draft import ModelDrafter
+from specjax.language_model import LanguageModel
+from specjax.models import tabular
+from specjax.result import SampleResult
+from specjax.sampler import RoundInfo
+from specjax.warp import Warp
+
+LEVEL = 1e-9
+GAMMA = 3
+ROWS = 96_000
+TOLERANCE = 1e-4  # of log-probabilities
+
+# A ragged batch for the invariants: prompts of all lengths, laws of all kinds, and stops.
+PROMPTS = ((1,), (0, 2, 1, 0), (2, 2, 0, 1, 0, 1, 2), (2, 0), (1, 1, 0, 2, 0), (0, 1, 2, 1, 1, 0))
+NEW_TOKENS = (12, 12, 12, 5, 12, 9)
+MIXED = Warp(
+  temperature=np.array([1.0, 0.7, 1.5, 0.0, 1.0, 1.3], np.float32),
+  top_k=np.array([0, 0, 3, 0, 0, 2], np.int32),
+  top_p=np.array([1.0, 1.0, 1.0, 1.0, 0.8, 1.0], np.float32),
+  min_p=np.array([0.0, 0.1, 0.0, 0.0, 0.0, 0.0], np.float32),
+)
+
+
+@functools.cache
+def languages() -> tuple[LanguageModel, LanguageModel]:
+  """Target and draft; the target stops about every tenth token, so that rows live through several rounds."""
+  target = battery.Language(1).model()
+  table = target.params.at[..., STOP].add(-1.5)
+  return tabular.from_table(table), battery.Language(2).model()
+
+
+def _width() -> int:
+  return max(map(len, PROMPTS))
+
+
+def batch(**changes: Any) -> dict[str, Any]:
+  """Arguments of a sampler for the ragged batch; the buffers are as short as they may be."""
+  target, draft = languages()
+  prompts = np.array([[*prompt, *[1] * (_width() - len(prompt))] for prompt in PROMPTS], np.int32)
+  return {
+    "target": target,
+    "drafter": ModelDrafter(draft),
+    "prompt_tokens": prompts,
+    "prompt_lengths": np.array(list(map(len, PROMPTS)), np.int32),
+    "key": jax.random.split(jax.random.key(3), len(PROMPTS)),
+    "max_new_tokens": np.array(NEW_TOKENS, np.int32),
+    "num_draft_tokens": GAMMA,
+    "warp": MIXED,
+    "eos_id": STOP,
+    "max_length": checks.slots(_width(), _width() + max(NEW_TOKENS), GAMMA, 2),
+    "prefill_chunk": 2,
+  } | changes
+
+
+ROW_FIELDS = ("prompt_tokens", "prompt_lengths", "key", "max_new_tokens")
+
+
+def rows_of(request: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+  """The same request for some rows, in this order."""
+  index = np.asarray(rows)
+  own = {name: request[name][index] for name in ROW_FIELDS}
+  return request | own | {"warp": jax.tree.map(lambda x: x[index], request["warp"])}
+
+
+@functools.lru_cache(maxsize=1)  # several checks read one run
+def watched(engine: Engine) -> Trace:
+  return engine.trace(**batch())
+
+
+@functools.partial(jax.jit)
+def fresh_laws(model: LanguageModel, tokens: Array, settings: Warp) -> Array:
+  """float32[B, L, V]: the warped law behind every token, by one pass over the whole text."""
+  cache = model.init_cache(model.params, *tokens.shape)
+  logits, _ = model.apply(model.params, tokens, cache, jnp.zeros(tokens.shape[0], jnp.int32))
+  return warp.log_probs(logits, settings)
+
+
+def _laws_of(model: LanguageModel, result: SampleResult, settings: Warp) -> np.ndarray:
+  return np.asarray(fresh_laws(model, jnp.asarray(result.tokens), settings.per_row(len(result.tokens))))
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+  return bool(np.allclose(ours, theirs, rtol=0, atol=TOLERANCE))  # infinities are close to themselves
+
+
+def _invariant(holds: bool) -> float:
+  return 1.0 if holds else 0.0
+
+
+def greedy(engine: Callable[..., SampleResult]) -> float:
+  """At temperature 0 every row is the target's argmax chain, and ends at its first stop or its limit."""
+  result = engine(**batch(warp=Warp(temperature=np.zeros(len(PROMPTS), np.float32)).per_row(len(PROMPTS))))
+  best = _laws_of(languages()[0], result, Warp()).argmax(-1)
+  for row, (start, end) in enumerate(_spans(result)):
+    own = np.asarray(result.tokens)[row]
+    if not (own[start:end] == best[row, start - 1 : end - 1]).all():
+      return 0.0
+    if (own[start : end - 1] == STOP).any() or not (own[end - 1] == STOP or end - start == NEW_TOKENS[row]):
+      return 0.0
+  return 1.0
+
+
+def _spans(result: SampleResult) -> list[tuple[int, int]]:
+  return [(len(prompt), int(end)) for prompt, end in zip(PROMPTS, result.lengths, strict=True)]
+
+
+def batch_of_one(engine: Callable[..., SampleResult]) -> float:
+  """Every row equals its run in a batch of its own."""
+  request = batch()
+  whole = engine(**request)
+  return _invariant(
+    all(_equal_rows(whole, row, engine(**_padded_alike(rows_of(request, [row]))), 0) for row in range(len(PROMPTS)))
+  )
+
+
+def _padded_alike(request: dict[str, Any]) -> dict[str, Any]:
+  """Not at all: the prompt's own width, so that padding shows, too."""
+  width = int(request["prompt_lengths"][0])
+  return request | {"prompt_tokens": request["prompt_tokens"][:, :width]}
+
+
+def permuted_rows(engine: Callable[..., SampleResult]) -> float:
+  """Rows in another order come out in that order, and else the same."""
+  order = [3, 0, 5, 1, 2, 4]
+  whole, other = engine(**batch()), engine(**rows_of(batch(), order))
+  return _invariant(all(_equal_rows(whole, row, other, at) for at, row in enumerate(order)))
+
+
+def _equal_rows(ours: SampleResult, i: int, theirs: SampleResult, j: int) -> bool:
+  end = int(ours.lengths[i])
+  return bool(
+    end == int(theirs.lengths[j])
+    and (ours.tokens[i, :end] == theirs.tokens[j, :end]).all()
+    and _same(ours.logprobs[i, :end], theirs.logprobs[j, :end])
+    and all(
+      _same(a[i], b[j]) for a, b in zip(jax.tree.leaves(_plain(ours)), jax.tree.leaves(_plain(theirs)), strict=True)
+    )
+  )
+
+
+def _plain(result: SampleResult) -> dict[str, Any]:
+  return {field.name: getattr(result.stats, field.name) for field in dataclasses.fields(result.stats)}
+
+
+def laws(engine: Engine) -> float | None:
+  """In every round, the laws that decided are those of a fresh pass over the text: of the target, and of the draft."""
+  return _fresh(watched(engine), *languages()) if isinstance(engine, Engine) else None
+
+
+def recurrent_target(engine: Engine) -> float | None:
+  """The same for a target whose state has to be rolled back."""
+  if not isinstance(engine, Engine):
+    return None
+  target, draft = languages()
+  return _fresh(engine.trace(**batch(target=tabular.recurrent(target))), target, draft)
+
+
+def _fresh(trace: Trace, target: LanguageModel, draft: LanguageModel) -> float:
+  of_target, of_draft = (_laws_of(model, trace.result, MIXED) for model in (target, draft))
+  ends = np.array(list(map(len, PROMPTS)))
+  for info in trace.rounds:
+    for row, end in enumerate(ends):
+      emitted = int(info.num_emitted[row])
+      drafted = min(emitted, int(info.num_drafted[row]))
+      behind = slice(end - 1, end - 1 + emitted)
+      if not _same(info.log_p[row, :emitted], of_target[row, behind]):
+        return 0.0
+      if not _same(info.log_q[row, :drafted], of_draft[row, behind][:drafted]):
+        return 0.0
+    ends = ends + info.num_emitted
+  return _invariant(bool((ends == trace.result.lengths).all()))
+
+
+def own_draft(engine: Engine) -> float:
+  """A target that drafts for itself: at temperature 0 every full round keeps all drafts and adds a token."""
+  target, _ = languages()
+  count = 2 * (GAMMA + 1)
+  result = engine(
+    **batch(
+      drafter=ModelDrafter(target),
+      warp=Warp(temperature=np.zeros(len(PROMPTS), np.float32)).per_row(len(PROMPTS)),
+      eos_id=None,
+      max_new_tokens=np.full(len(PROMPTS), count, np.int32),
+    )
+  )
+  stats = result.stats
+  return _invariant(bool((stats.rounds == 2).all() and (stats.accepted == 2 * GAMMA).all()))
+
+
+def counts(engine: Engine) -> float | None:
+  """Every figure of `Stats` is what its definition makes of the rounds."""
+  if not isinstance(engine, Engine):
+    return None
+  trace = watched(engine)
+  told, mine = trace.result.stats, recount(trace.rounds, np.asarray(trace.result.lengths))
+  ratios = {
+    "acceptance_rate": mine["accepted"].sum() / mine["drafted"].sum(),
+    "block_efficiency": mine["generated"].sum() / mine["rounds"].sum(),
+    "pooled_alpha": mine["overlap"].sum() / mine["tested"].sum(),
+    "alpha": mine["overlap"] / mine["tested"].sum(-1),
+  }
+  return _invariant(all(_same(getattr(told, name), value) for name, value in (mine | ratios).items()))
+
+
+def recount(infos: Sequence[RoundInfo], lengths: np.ndarray) -> dict[str, np.ndarray]:
+  """The counts of `Stats` for the ragged batch, draft by draft."""
+  rows = len(PROMPTS)
+  out = {name: np.zeros(rows, np.int64) for name in ("rounds", "drafted", "accepted")}
+  out |= {name: np.zeros((rows, GAMMA), np.int64) for name in ("tested", "accepted_at")}
+  out["overlap"] = np.zeros(rows)
+  out["generated"] = lengths - np.array(list(map(len, PROMPTS)))
+  for info, row in itertools.product(infos, range(rows)):
+    emitted, drafted, kept = (int(x[row]) for x in (info.num_emitted, info.num_drafted, info.num_accepted))
+    if not emitted:
+      continue
+    out["rounds"][row] += 1
+    stopped = STOP in info.tokens[row, : min(emitted, kept)].tolist()  # in an accepted draft: the rest never mattered
+    out["drafted"][row] += min(emitted, drafted) if stopped else drafted
+    for i in range(min(drafted, emitted)):
+      if i > kept:
+        break
+      out["tested"][row, i] += 1
+      out["overlap"][row] += np.minimum(np.exp(info.log_p[row, i]), np.exp(info.log_q[row, i])).sum()
+      if i < kept:
+        out["accepted"][row] += 1
+        out["accepted_at"][row, i] += 1
+  return out
+
+
+def logprobs(engine: Callable[..., SampleResult]) -> float:
+  """The log-probability told for every generated token is the warped target's by a fresh pass; 0 elsewhere."""
+  result = watched(engine).result if isinstance(engine, Engine) else engine(**batch())
+  of_target = _laws_of(languages()[0], result, MIXED)
+  expected = np.zeros_like(result.logprobs)
+  for row, (start, end) in enumerate(_spans(result)):
+    tokens = np.asarray(result.tokens)[row, start:end]
+    expected[row, start:end] = of_target[row, np.arange(start - 1, end - 1), tokens]
+  return _invariant(_same(result.logprobs, expected))
+
+
+@functools.cache
+def _cases() -> tuple[battery.Scenario, ...]:
+  return tuple(battery.scenarios())
+
+
+@functools.lru_cache(maxsize=1)
+def _battery(engine: Callable[..., SampleResult], rows: int) -> tuple[SampleResult, RoundInfo | None]:
+  request = battery.arguments(_cases(), num_draft_tokens=GAMMA, rows=rows)
+  if not isinstance(engine, Engine):
+    return jax.device_get(engine(**request)), None
+  trace = engine.trace(**request)
+  return trace.result, trace.rounds[0]
+
+
+def joint_law(engine: Callable[..., SampleResult], rows: int = ROWS) -> float:
+  """Whole generations in the scenarios of the battery follow the enumerated laws."""
+  fits = battery.fits(_battery(engine, rows)[0], _cases())
+  return combine([fit.p_value for fit in (*fits.values(), battery.total(fits))])
+
+
+def acceptance(engine: Engine, rows: int = ROWS, kept: Kept | None = None) -> float | None:
+  """How often the first round keeps at least i drafts, against the rule's closed form from the models' own laws.
+
+  kept: the closed form; default: that of the rule, or of token verification.
+  """
+  if not isinstance(engine, Engine):
+    return None
+  _, info = _battery(engine, rows)
+  assert info is not None
+  kept = kept or KEPT.get(engine.rule, rounds.kept_by_token)
+  p_values = []
+  for i, case in enumerate(_cases()):
+    accepted = info.num_accepted[i :: len(_cases())]
+    for least, expected in enumerate(closed_form(case, kept), start=1):
+      expected = min(max(expected, 0.0), 1.0)
+      seen = int((accepted >= least).sum())
+      p_values.append(float(scipy.stats.binomtest(seen, len(accepted), expected).pvalue))
+  return combine(p_values)
+
+
+@functools.cache
+def closed_form(case: battery.Scenario, kept: Kept) -> tuple[float, ...]:
+  """The probabilities that the first round keeps at least 1, ..., GAMMA drafts."""
+  paths = tabular.sequences(VOCAB, GAMMA)
+  text = jnp.concatenate([jnp.tile(jnp.asarray(case.prompt, jnp.int32), (len(paths), 1)), jnp.asarray(paths)], axis=1)
+  settings = battery.WARPS[case.warp].per_row(len(paths))
+  first = len(case.prompt) - 1
+  p, q = (
+    np.exp(np.asarray(fresh_laws(model.model(), text, settings), np.float64))[:, first : first + GAMMA]
+    for model in case.languages()
+  )
+  out = []
+  for least in range(1, GAMMA + 1):
+    every = VOCAB ** (GAMMA - least)  # one path for each beginning
+    out.append(sum(kept(p[i, :least], q[i, :least], paths[i, :least]) for i in range(0, len(paths), every)))
+  return tuple(out)
+
+
+def padded_vocabulary(engine: Callable[..., SampleResult], rows: int = ROWS // 2) -> float:
+  """A draft model with more tokens than the target has: the target's law stands."""
+  target, prompt, count = tabular.tabular(jax.random.key(7), VOCAB), (2, 0), 3
+  result = engine(
+    target,
+    ModelDrafter(tabular.tabular(jax.random.key(8), 2 * VOCAB)),
+    np.resize(np.array(prompt, np.int32), (rows, len(prompt))),
+    key=jax.random.key(0),
+    max_new_tokens=count,
+    num_draft_tokens=2,
+    max_length=16,
+    prefill_chunk=2,
+  )
+  return compare(jax.device_get(result), tabular.law(target, prompt, count)).p_value
+
+
+def one_round(engine: Engine) -> float | None:
+  """What one round of the bare rule emits follows p."""
+  return rounds.laws([engine.rule])[0] if isinstance(engine, Engine) else None
+
+
+def rare_drafts(engine: Engine) -> float | None:
+  """Drafts of probability 0 are never accepted, improbable ones as often as they should."""
+  return rounds.rare(engine.rule) if isinstance(engine, Engine) else None
+
+
+def empty_residual(engine: Engine) -> float | None:
+  """A rejection that only rounding can bring draws from p."""
+  return rounds.empty_residuals([engine.rule])[0] if isinstance(engine, Engine) else None
+
+
+CHECKS: dict[str, Callable[[Any], float | None]] = {
+  "one round": one_round,
+  "rare drafts": rare_drafts,
+  "empty residual": empty_residual,
+  "joint law": joint_law,
+  "padded vocabulary": padded_vocabulary,
+  "greedy": greedy,
+  "batch of one": batch_of_one,
+  "permuted rows": permuted_rows,
+  "fresh laws": laws,
+  "recurrent target": recurrent_target,
+  "own draft": own_draft,
+  "acceptance": acceptance,
+  "counts": counts,
+  "logprobs": logprobs,
+}
