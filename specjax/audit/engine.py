@@ -91,9 +91,11 @@ class Engine:
   ) -> Trace:
     """Runs the sampler and returns its rounds, too."""
     prompts = np.asarray(prompt_tokens, np.int32)
-    lengths = np.full(len(prompts), prompts.shape[1]) if prompt_lengths is None else np.asarray(prompt_lengths)
+    batch, width = prompts.shape
+    lengths = np.full(batch, width) if prompt_lengths is None else np.asarray(prompt_lengths)
+    prompts = np.pad(prompts, ((0, 0), (0, -width % 8)))  # one program for prompts of about a width
     limits = np.asarray(max_new_tokens, np.int32)
-    asked = warp.per_row(len(prompts))
+    asked = warp.per_row(batch)
     state = _begin(
       self, target, drafter, asked, prompts, lengths.astype(np.int32), limits, key,
       num_draft_tokens=num_draft_tokens, eos_id=eos_id, max_length=max_length, prefill_chunk=prefill_chunk,
@@ -102,12 +104,19 @@ class Engine:
     while not state.finished.all():
       state, info = _step(self, target, drafter, asked, state)
       rounds.append(jax.device_get(info))
-    result = jax.device_get(state.result().cut(prompts.shape[1] + int(limits.max())))
+    result = jax.device_get(state.result().cut(width + int(limits.max())))
     return Trace(self.report(result), rounds)
 
 
+# Compiling takes longer than running.
+OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
+
+
 @functools.partial(
-  jax.jit, static_argnums=0, static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk")
+  jax.jit,
+  static_argnums=0,
+  static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk"),
+  compiler_options=OPTIONS,
 )
 def _begin(engine: Engine, target, drafter, warp, prompts, lengths, max_new_tokens, key, **static) -> SpecState:
   target, drafter, warp = engine.models(target, drafter, warp)
@@ -117,7 +126,7 @@ def _begin(engine: Engine, target, drafter, warp, prompts, lengths, max_new_toke
   return engine.begin(state, target)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
 def _step(engine: Engine, target, drafter, warp, state: SpecState) -> tuple[SpecState, RoundInfo]:
   target, drafter, _ = engine.models(target, drafter, warp)
   new, info = sampler.step(state, target, drafter, verifier=engine.rule)
