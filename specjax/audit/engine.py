@@ -97,37 +97,38 @@ class Engine:
     limits = np.asarray(max_new_tokens, np.int32)
     asked = warp.per_row(batch)
     state = _begin(
-      self, target, drafter, asked, prompts, lengths.astype(np.int32), limits, key,
+      self.models, self.begin, target, drafter, asked, prompts, lengths.astype(np.int32), limits, key,
       num_draft_tokens=num_draft_tokens, eos_id=eos_id, max_length=max_length, prefill_chunk=prefill_chunk,
     )  # fmt: skip
     rounds = []
     while not state.finished.all():
-      state, info = _step(self, target, drafter, asked, state)
+      state, info = _step(self.models, self.rule, self.after, target, drafter, asked, state)
       rounds.append(jax.device_get(info))
     result = jax.device_get(state.result().cut(width + int(limits.max())))
     return Trace(self.report(result), rounds)
 
 
-# Compiling takes longer than running.
+# Compiling takes longer than running. What a function does not read is not among its arguments, so that engines that
+# differ there share a program.
 OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 
 @functools.partial(
   jax.jit,
-  static_argnums=0,
+  static_argnums=(0, 1),
   static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk"),
   compiler_options=OPTIONS,
 )
-def _begin(engine: Engine, target, drafter, warp, prompts, lengths, max_new_tokens, key, **static) -> SpecState:
-  target, drafter, warp = engine.models(target, drafter, warp)
+def _begin(models, begin, target, drafter, warp, prompts, lengths, max_new_tokens, key, **static) -> SpecState:
+  target, drafter, warp = models(target, drafter, warp)
   state = sampler.init(
     target, drafter, prompts, key=key, prompt_lengths=lengths, max_new_tokens=max_new_tokens, warp=warp, **static
   )
-  return engine.begin(state, target)
+  return begin(state, target)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
-def _step(engine: Engine, target, drafter, warp, state: SpecState) -> tuple[SpecState, RoundInfo]:
-  target, drafter, _ = engine.models(target, drafter, warp)
-  new, info = sampler.step(state, target, drafter, verifier=engine.rule)
-  return engine.after(state, new, info), info
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=OPTIONS)
+def _step(models, rule, after, target, drafter, warp, state: SpecState) -> tuple[SpecState, RoundInfo]:
+  target, drafter, _ = models(target, drafter, warp)
+  new, info = sampler.step(state, target, drafter, verifier=rule)
+  return after(state, new, info), info

@@ -56,6 +56,11 @@ def laws(rules: Sequence[Verifier], *, draws: int = 500_000, seed: int = 0) -> l
   return [combine([exact.fit(n, law).p_value for n, law in zip(row, plain, strict=True)]) for row in counts]
 
 
+def law(rule: Verifier) -> float:
+  """What one round of the bare rule emits, completed by plain sampling, follows p."""
+  return laws([rule])[0]
+
+
 def _float32(tree):
   return jax.tree.map(lambda x: np.asarray(x, np.float32), tree)
 
@@ -117,22 +122,22 @@ def _inverse(u: Array, law: Array) -> Array:
   return (total > u * total[-1]).argmax().astype(jnp.int32)
 
 
-RATIOS = (0.0, 2.0**-32, 2.0**-14)
+RATIOS = (0.0, 2.0**-48, 2.0**-14)  # the least ratio that `keys.uniform` resolves
 _CHUNK = 2**18
 
 
 def rare(rule: Verifier, *, first: int = 0, count: int = 2**26) -> float:
-  """P-value of how often a draft of q = 1 and p = 0, 2^-32 or 2^-14 is accepted, over `count` keys from number `first` on.
+  """Drafts of p = 0 are never accepted, those of p / q = 2^-48 and 2^-14 as often as they should.
 
-  A single draft of p = 0 accepted gives 0.
+  first, count: the numbers of the keys that are tried, in multiples of 2^18.
   """
-  with jax.enable_x64(False):
-    accepted = np.asarray(_rare(rule, jnp.uint32(first // _CHUNK), max(count // _CHUNK, 1)))
-  total = max(count // _CHUNK, 1) * _CHUNK
+  chunks = max(count // _CHUNK, 1)
+  never, *seen = np.asarray(_rare(rule, jnp.uint32(first // _CHUNK), chunks)).tolist()
   p_values = [
-    float(scipy.stats.binomtest(int(n), total, ratio).pvalue) for n, ratio in zip(accepted[1:], RATIOS[1:], strict=True)
+    float(scipy.stats.binomtest(accepted, chunks * _CHUNK, ratio).pvalue)
+    for accepted, ratio in zip(seen, RATIOS[1:], strict=True)
   ]
-  return 0.0 if accepted[0] else combine(p_values)
+  return 0.0 if never else combine(p_values)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -166,6 +171,11 @@ def empty_residuals(rules: Sequence[Verifier], *, draws: int = 100_000, seed: in
   keys = jax.random.split(jax.random.key(seed), draws)
   tokens = np.asarray(_emitted(tuple(rules), jnp.asarray(p, jnp.float32), keys))
   return [exact.fit(np.bincount(row, minlength=len(p)), p).p_value for row in tokens]
+
+
+def empty_residual(rule: Verifier) -> float:
+  """A rejection that only rounding can bring draws from p, and no token that does not exist."""
+  return empty_residuals([rule])[0]
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})

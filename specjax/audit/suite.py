@@ -92,7 +92,7 @@ def watched(engine: Engine) -> Trace:
   return engine.trace(**batch())
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def fresh_laws(model: LanguageModel, tokens: Array, settings: Warp) -> Array:
   """float32[B, L, V]: the warped law behind every token, by one pass over the whole text."""
   cache = model.init_cache(model.params, *tokens.shape)
@@ -165,7 +165,7 @@ def _plain(result: SampleResult) -> dict[str, Any]:
 
 def laws(engine: Engine) -> float | None:
   """In every round, the laws that decided are those of a fresh pass over the text: of the target, and of the draft."""
-  return _fresh(watched(engine), *languages()) if isinstance(engine, Engine) else None
+  return fresh_laws_of(watched(engine), *languages()) if isinstance(engine, Engine) else None
 
 
 def recurrent_target(engine: Engine) -> float | None:
@@ -173,10 +173,11 @@ def recurrent_target(engine: Engine) -> float | None:
   if not isinstance(engine, Engine):
     return None
   target, draft = languages()
-  return _fresh(engine.trace(**batch(target=tabular.recurrent(target))), target, draft)
+  return fresh_laws_of(engine.trace(**batch(target=tabular.recurrent(target))), target, draft)
 
 
-def _fresh(trace: Trace, target: LanguageModel, draft: LanguageModel) -> float:
+def fresh_laws_of(trace: Trace, target: LanguageModel, draft: LanguageModel) -> float:
+  """`laws`, of the ragged batch's trace."""
   of_target, of_draft = (_laws_of(model, trace.result, MIXED) for model in (target, draft))
   ends = np.array(list(map(len, PROMPTS)))
   for info in trace.rounds:
@@ -210,9 +211,11 @@ def own_draft(engine: Engine) -> float:
 
 def counts(engine: Engine) -> float | None:
   """Every figure of `Stats` is what its definition makes of the rounds."""
-  if not isinstance(engine, Engine):
-    return None
-  trace = watched(engine)
+  return counts_of(watched(engine)) if isinstance(engine, Engine) else None
+
+
+def counts_of(trace: Trace) -> float:
+  """`counts`, of the ragged batch's trace."""
   told, mine = trace.result.stats, recount(trace.rounds, np.asarray(trace.result.lengths))
   ratios = {
     "acceptance_rate": mine["accepted"].sum() / mine["drafted"].sum(),
@@ -250,7 +253,11 @@ def recount(infos: Sequence[RoundInfo], lengths: np.ndarray) -> dict[str, np.nda
 
 def logprobs(engine: Callable[..., SampleResult]) -> float:
   """The log-probability told for every generated token is the warped target's by a fresh pass; 0 elsewhere."""
-  result = watched(engine).result if isinstance(engine, Engine) else engine(**batch())
+  return logprobs_of(watched(engine).result if isinstance(engine, Engine) else engine(**batch()))
+
+
+def logprobs_of(result: SampleResult) -> float:
+  """`logprobs`, of the ragged batch's result."""
   of_target = _laws_of(languages()[0], result, MIXED)
   expected = np.zeros_like(result.logprobs)
   for row, (start, end) in enumerate(_spans(result)):
@@ -333,16 +340,21 @@ def padded_vocabulary(engine: Callable[..., SampleResult], rows: int = ROWS // 2
   return compare(jax.device_get(result), tabular.law(target, prompt, count)).p_value
 
 
-def of_rule(check: Callable[[Verifier], float]) -> Callable[[Engine], float | None]:
+def of_rule(check: Callable[[Verifier], float]) -> Callable[[Any], float | None]:
   """The check of an engine's bare rule; many engines have the same."""
   known = functools.cache(check)
-  return lambda engine: known(engine.rule) if isinstance(engine, Engine) else None
+
+  def run(engine: Any) -> float | None:
+    return known(engine.rule) if isinstance(engine, Engine) else None
+
+  run.__doc__ = check.__doc__
+  return run
 
 
 CHECKS: dict[str, Callable[[Any], float | None]] = {
-  "one round": of_rule(lambda rule: rounds.laws([rule])[0]),
+  "one round": of_rule(rounds.law),
   "rare drafts": of_rule(rounds.rare),
-  "empty residual": of_rule(lambda rule: rounds.empty_residuals([rule])[0]),
+  "empty residual": of_rule(rounds.empty_residual),
   "joint law": joint_law,
   "padded vocabulary": padded_vocabulary,
   "greedy": greedy,

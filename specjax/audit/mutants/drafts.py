@@ -81,9 +81,8 @@ def _top_2(context, index, log_q):
   return context.draw(index, warp.log_probs(log_q, Warp(top_k=2).per_row(len(log_q))))
 
 
-def _bfloat16(context, index, log_q):
-  # Logits of real models lie about 20, where bfloat16 has steps of 1/8.
-  return context.draw(index, (log_q + 20).astype(jnp.bfloat16).astype(jnp.float32))
+def _rounded(context, index, log_q):
+  return context.draw(index, log_q.astype(jnp.float8_e4m3fn).astype(jnp.float32))
 
 
 def _same_key(context, index, log_q):
@@ -158,19 +157,19 @@ def _reads_one_position_late(inner, state, context, gamma, asked):
   return ModelDrafter(dataclasses.replace(model, apply=apply)).propose(state, context, gamma)
 
 
-JOINT = "joint law"
+JOINT, LAWS = "joint law", "fresh laws"
 
 MUTANTS = (
   Mutant("argmax drafts, soft q", "drafts the likeliest token and declares the law it was taken from", True, JOINT,
          rigged(draws(_argmax))),
   Mutant("q before top-k", "draws from the two likeliest tokens and declares all", True, JOINT, rigged(draws(_top_2))),
-  Mutant("q before the warp", "draws under the warp and declares the law without it", True, JOINT,
+  Mutant("q before the warp", "draws under the warp and declares the law without it", True, LAWS,
          rigged(_declared_before_the_warp)),
-  Mutant("drafts in bfloat16", "draws from rounded logits and declares those before", True, JOINT,
-         rigged(draws(_bfloat16))),
-  Mutant("temperature for p alone", "drafts at temperature 1, and says so", False, "acceptance",
+  Mutant("drafts in low precision", "draws from logits in 8 bits and declares those in 32", True, JOINT,
+         rigged(draws(_rounded))),
+  Mutant("temperature for p alone", "drafts at temperature 1, and says so", False, LAWS,
          rigged(_without_temperature)),
-  Mutant("top-p for q alone", "the target's law keeps its tail", True, JOINT, Engine(models=_top_p_for_drafts_alone)),
+  Mutant("top-p for q alone", "the target's law keeps its tail", True, LAWS, Engine(models=_top_p_for_drafts_alone)),
   Mutant("anticipating draft length", "drops a draft because of its own value", True, JOINT,
          rigged(_stops_at_an_unlikely_draft)),
   Mutant("padded vocabulary cut late", "drafts tokens the target lacks, and calls them its last one", True,
@@ -181,6 +180,6 @@ MUTANTS = (
          rigged(_same_keys_every_round)),
   Mutant("draft cache lacks the last draft", "after full acceptance the draft model has not seen its last token", False,
          "own draft", rigged(_forgets_the_last_draft)),
-  Mutant("draft positions one late", "what is drafted is fed one slot too far", False, "fresh laws",
+  Mutant("draft positions one late", "what is drafted is fed one slot too far", False, LAWS,
          rigged(_reads_one_position_late)),
 )  # fmt: skip

@@ -61,17 +61,17 @@ def _own_drafts(target: LanguageModel, drafter: Drafter, asked: Warp) -> Models:
   return target, Rigged(drafter, asked, _drafts_by_row), asked
 
 
-JOINT = "joint law"
+ROWS = "permuted rows"
 
 MUTANTS = (
   Mutant("draft noise used again for the residual", "drafts and residuals are drawn from one Gumbel vector", True,
          "one round", Engine(rule=residual_from_the_draft_noise)),
   Mutant("block: noise by position", "a position behind a rejection is judged again by bits that have decided", True,
-         JOINT, Engine(rule=block_by_position)),
-  Mutant("one key for all rows", "every row draws the same", True, JOINT, Engine(begin=_one_key)),
-  Mutant("u shared by rows", "rows draft for themselves, and share u and residual noise", True, JOINT,
+         "joint law", Engine(rule=block_by_position)),
+  Mutant("one key for all rows", "every row draws the same", True, ROWS, Engine(begin=_one_key)),
+  Mutant("u shared by rows", "rows draft for themselves, and share u and residual noise", True, ROWS,
          Engine(begin=_one_key, models=_own_drafts)),
-  Mutant("keys by place in the batch", "a row's draws depend on where it stands", False, "permuted rows",
+  Mutant("keys by place in the batch", "a row's draws depend on where it stands", False, ROWS,
          Engine(begin=_keys_by_place)),
   Mutant("keys by batch size", "a row's draws depend on how many others there are", False, "batch of one",
          Engine(begin=_keys_by_batch_size)),

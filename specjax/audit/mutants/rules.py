@@ -87,8 +87,8 @@ def _of_the_first_draft(log_p, log_q, drafts, n, num_drafted):
 
 
 def _of_the_next_position(log_p, log_q, drafts, n, num_drafted):
-  after = jnp.minimum(n + 1, num_drafted)
-  return residual_weights(mass_left)(jnp.where(jnp.arange(len(log_p))[:, None] == n, log_p[after], log_p), log_q, drafts, n, num_drafted)  # fmt: skip
+  late = jnp.concatenate([log_p[1:], log_p[-1:]])
+  return jnp.where(n < num_drafted, residual_weights(mass_left)(late, log_q, drafts, n, num_drafted), log_p[n])
 
 
 def _without_the_rejected(log_p, log_q, drafts, n, num_drafted):
@@ -205,7 +205,8 @@ MUTANTS = (
   _mutant("residual from q", "draws from q after a rejection", assemble(weights=_of_q)),
   _mutant("residual without normalisation", "inverts a cumulative sum that does not reach 1",
           assemble(draw=_draw_unnormalised)),
-  _mutant("residual with both signs", "draws from |p - q|", assemble(weights=residual_weights(lambda p, q: abs(p - q)))),
+  _mutant("residual with both signs", "draws from |p - q|",
+          assemble(weights=residual_weights(lambda p, q: abs(p - q)))),
   _mutant("residual of the first draft", "subtracts the first draft's q, whichever was rejected",
           assemble(weights=_of_the_first_draft)),
   _mutant("residual of the next position", "takes p one position too late", assemble(weights=_of_the_next_position)),
@@ -229,7 +230,8 @@ MUTANTS = (
   _mutant("u and residual from one key", "the residual's noise knows u",
           assemble(uniforms=_uniform_of_the_key, draw=_draw_of_the_same_key)),
   _mutant("accepts behind a rejection", "counts all drafts that pass", assemble(count=lambda x: x.sum())),
-  _mutant("block: token criterion", "w_i = min(1, p_i / q_i) forgets the drafts before", assemble_block(weight=_of_this_token)),
+  _mutant("block: token criterion", "w_i = min(1, p_i / q_i) forgets the drafts before",
+          assemble_block(weight=_of_this_token)),
   _mutant("block: weight without cap", "w_i is the plain product of ratios", assemble_block(weight=_uncapped)),
   _mutant("block: token residual", "the residual is not scaled by w", assemble_block(scaled_residual=False)),
 )  # fmt: skip

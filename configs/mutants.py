@@ -1,0 +1,24 @@
+"""Every planted fault against every check: which one catches it?
+
+  python -m experiments.mutants --config=configs/mutants.py
+  python -m experiments.mutants --config=configs/mutants.py --config.model=smollm2-135m
+
+The checks on tiny languages take about an hour on 2 CPU cores; a run that was interrupted goes on where it was. With a
+model, faults that samples can show are planted in its sampler, too, and the audit says how many tokens it needed: some
+minutes more for each fault.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = ml_collections.ConfigDict()
+  config.mutants = ()  # names; default: all
+  config.model = ""  # what specjax.load_model takes; default: no real model
+  config.tokens = 4096  # generated at most, for each fault
+  config.rows = 16  # of a batch
+  config.new_tokens = 64  # a row
+  config.num_draft_tokens = 3
+  config.alpha = 1e-3  # of the audit
+  config.seed = 0
+  return config

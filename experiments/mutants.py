@@ -1,0 +1,269 @@
+"""Every planted fault against every check, and how many tokens of a real model the audit needs to see it.
+
+  python -m experiments.mutants --config=configs/mutants.py [--config.model=smollm2-135m]
+
+Writes docs/mutants.md, and into experiments/results/mutants: results.json and mutants.png, a map of the p-values. The
+exact rules go through the same checks and must pass all of them. In a notebook: `mutants.run(get_config())`.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import tqdm
+from absl import app
+from ml_collections import config_flags
+
+import specjax
+from experiments import report
+from specjax import verify
+from specjax.audit import Samples, audit
+from specjax.audit.engine import Engine
+from specjax.audit.mutants import MUTANTS, Mutant
+from specjax.audit.suite import CHECKS, LEVEL
+from specjax.checks import slots
+from specjax.language_model import LanguageModel
+from specjax.tasks.prompts import prompts
+from specjax.warp import Warp
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
+CONTROLS = {f"{name} rule": Engine(rule=rule) for name, rule in verify.RULES.items() if rule.lossless}
+UNSEEN = "not visible in output"
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/mutants.py")
+
+
+def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS, docs: pathlib.Path = DOCS):
+  """Runs what is missing, prints the table, writes the files; returns what results.json holds as "summary".
+
+  Raises ValueError for the name of a mutant that does not exist.
+  """
+  known = {mutant.name: mutant for mutant in MUTANTS}
+  if unknown := set(config.mutants) - set(known):
+    raise ValueError(f"config.mutants has {sorted(unknown)}; known: {', '.join(known)}.")
+  chosen = [known[name] for name in config.mutants or known]
+  kept = report.Run("mutants", config, results)
+  engines = CONTROLS | {mutant.name: mutant.engine for mutant in chosen}
+  with tqdm.tqdm(total=len(engines) * len(CHECKS), desc="Checking", unit="check", smoothing=0, disable=None) as bar:
+    for name, engine in engines.items():
+      bar.set_description(name)
+      for check, p_value in CHECKS.items():
+        kept.item(f"{name}/{check}", lambda engine=engine, p_value=p_value: p_value(engine))
+        bar.update()
+  tokens = {}
+  if config.model:
+    lab = Lab.load(config)
+    for mutant in tqdm.tqdm([m for m in chosen if m.visible], desc="Auditing", disable=None):
+      tokens[mutant.name] = kept.item(f"{mutant.name}/tokens", lambda mutant=mutant: lab.tokens_needed(mutant))
+  p_values = {name: {check: kept.items[f"{name}/{check}"] for check in CHECKS} for name in engines}
+  summary = summarise(p_values, chosen, tokens)
+  kept.finish(summary)
+  save_figure(p_values, kept.folder / "mutants.png")
+  _show(summary, p_values)
+  if chosen == list(MUTANTS):
+    write_docs(summary, p_values, config, docs)
+  return summary
+
+
+def summarise(
+  p_values: Mapping[str, Mapping[str, float | None]], mutants: Sequence[Mutant], tokens: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Who was caught by what, false alarms on the exact rules, and mutants that nothing or not their own check caught."""
+  caught = {name: [check for check, p in row.items() if p is not None and p < LEVEL] for name, row in p_values.items()}
+  return {
+    "mutants": [
+      {
+        "name": mutant.name,
+        "description": mutant.description,
+        "visible": mutant.visible,
+        "caught_by": caught[mutant.name],
+        "tokens": tokens.get(mutant.name) if mutant.visible else UNSEEN,
+      }
+      for mutant in mutants
+    ],
+    "killed": sum(bool(caught[mutant.name]) for mutant in mutants),
+    "survivors": [mutant.name for mutant in mutants if not caught[mutant.name]],
+    "missed_by_their_check": [mutant.name for mutant in mutants if mutant.check not in caught[mutant.name]],
+    "false_alarms": {name: caught[name] for name in CONTROLS if caught[name]},
+    "tests_of_exact_rules": sum(p is not None for name in CONTROLS for p in p_values[name].values()),
+  }
+
+
+def flatter(model: LanguageModel) -> LanguageModel:
+  """A draft model that is unsure of what the model is sure of; it costs as much, and needs no other weights."""
+
+  def apply(params, tokens, cache, start):
+    logits, cache = model.apply(params, tokens, cache, start)
+    return 0.6 * logits, cache
+
+  return dataclasses.replace(model, apply=apply)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+  """A real model, prompts for it, and laws of several kinds in each batch."""
+
+  config: ml_collections.ConfigDict
+  target: LanguageModel
+  draft: LanguageModel
+  prompts: list[list[int]]
+  eos_ids: tuple[int, ...]
+
+  @classmethod
+  def load(cls, config: ml_collections.ConfigDict) -> "Lab":
+    target, tokenizer = specjax.load_model(config.model), specjax.load_tokenizer(config.model)
+    texts = [tokenizer.encode(prompt.text) for prompt in prompts("mixed", config.rows, config.seed)]
+    cut = [ids[: 16 + 8 * (i % 5)] for i, ids in enumerate(texts)]  # ragged
+    return cls(config, target, flatter(target), cut, tuple(tokenizer.eos_ids))
+
+  def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
+    """Generates batch by batch, audits all so far, until the audit says that there is a fault.
+
+    Returns "needed": the tokens after which the e-process crossed its level, or all where another test was first; None
+    if nothing was found. "tokens": how many there were.
+    """
+    samples: list[Samples] = []
+    warps: list[Warp] = []
+    while True:
+      batch, warp = self.generate(mutant.engine, len(samples))
+      samples, warps = [*samples, batch], [*warps, warp]
+      text = Samples.concatenate(samples)
+      found = audit(
+        self.target,
+        text,
+        warp=jax.tree.map(lambda *fields: np.concatenate(fields), *warps),
+        draft=self.draft,
+        eos_id=self.eos_ids,
+        noise="float32",
+        alpha=self.config.alpha,
+      )
+      crossed = found.evidence.crossed if found.evidence else None
+      if found.ok is False or crossed:
+        return {"needed": crossed or text.num_tokens, "tokens": text.num_tokens}
+      if text.num_tokens >= self.config.tokens:
+        return {"needed": None, "tokens": text.num_tokens}
+
+  def generate(self, engine: Engine, index: int) -> tuple[Samples, Warp]:
+    """One batch: temperatures of 1, 0.7, and 0, and top-p of a hotter law."""
+    config, rows = self.config, len(self.prompts)
+    width = max(map(len, self.prompts))
+    tokens = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.prompts], np.int32)
+    lengths = np.array(list(map(len, self.prompts)), np.int32)
+    warp = Warp(
+      temperature=np.resize(np.array([1.0, 0.7, 1.5, 1.0, 0.0], np.float32), rows),
+      top_k=np.zeros(rows, np.int32),
+      top_p=np.resize(np.array([1.0, 1.0, 0.8, 1.0, 1.0], np.float32), rows),
+      min_p=np.zeros(rows, np.float32),
+    )
+    result = engine(
+      self.target,
+      specjax.ModelDrafter(self.draft),
+      tokens,
+      key=jax.random.key(config.seed + 1 + index),
+      prompt_lengths=lengths,
+      max_new_tokens=config.new_tokens,
+      num_draft_tokens=config.num_draft_tokens,
+      warp=warp,
+      eos_id=self.eos_ids,
+      max_length=slots(width, width + config.new_tokens, config.num_draft_tokens),
+    )
+    return Samples.from_result(result, lengths), warp
+
+
+def _tokens(entry: Mapping[str, Any]) -> str:
+  tokens = entry["tokens"]
+  if tokens is None or isinstance(tokens, str):
+    return tokens or "not run"
+  return f"{tokens['needed']:,}" if tokens["needed"] else f"more than {tokens['tokens']:,}"
+
+
+def _show(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, float | None]]) -> None:
+  report.print_table(
+    f"{summary['killed']} of {len(summary['mutants'])} planted faults caught, at level {LEVEL:.0e}",
+    ("", "caught by", "tokens the audit needs"),
+    [[m["name"], ", ".join(m["caught_by"]) or "NOTHING", _tokens(m)] for m in summary["mutants"]],
+  )
+  least = min(p for name in CONTROLS for p in p_values[name].values() if p is not None)
+  print(f"{summary['tests_of_exact_rules']} checks of the exact rules: least p-value {least:.2g}.")
+  if summary["false_alarms"]:
+    print(f"FALSE ALARMS: {summary['false_alarms']}")
+
+
+def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, float | None]], config, path) -> None:
+  """The table of docs/mutants.md."""
+  letters = [chr(ord("A") + i) for i in range(len(CHECKS))]
+  described = {name: (check.__doc__ or "").split("\n")[0] for name, check in CHECKS.items()}
+  model = f" --config.model={config.model}" if config.model else ""
+  lines = [
+    "# Planted faults",
+    "",
+    "Faulty samplers (`specjax.audit.mutants`), and which check (`specjax.audit.suite`) catches which. Made by",
+    "",
+    "```bash",
+    f"python -m experiments.mutants --config=configs/mutants.py{model}",
+    "```",
+    "",
+    f"{summary['killed']} of {len(summary['mutants'])} are caught by one check or more, at p < {LEVEL:.0e}.",
+    f"Exact rules ({', '.join(verify.RULES)}): {summary['tests_of_exact_rules']} checks, "
+    f"{sum(map(len, summary['false_alarms'].values()))} false alarms.",
+    "",
+    "| | check | |",
+    "|---|---|---|",
+    *(f"| {letter} | {name} | {described[name]} |" for letter, name in zip(letters, CHECKS, strict=True)),
+    "",
+    "● caught, · not. The last column says how many tokens of a real model the audit of samples needed"
+    + (f" ({config.model})." if config.model else "; it is empty where no model was given."),
+    "",
+    "| fault | what it does | " + " | ".join(letters) + " | tokens |",
+    "|---|---|" + ":-:|" * len(letters) + "--:|",
+  ]  # fmt: skip
+  for m in summary["mutants"]:
+    marks = [_mark(p) for p in p_values[m["name"]].values()]
+    lines.append(f"| {m['name']} | {m['description']} | {' | '.join(marks)} | {_tokens(m)} |")
+  with report.replacing(path) as temporary:
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _mark(p_value: float | None) -> str:
+  return "" if p_value is None else "●" if p_value < LEVEL else "·"
+
+
+def _depth(p_value: float | None) -> float:
+  return math.nan if p_value is None else min(20.0, -math.log10(max(p_value, 1e-30)))
+
+
+def save_figure(p_values: Mapping[str, Mapping[str, float | None]], path: pathlib.Path) -> None:
+  """A map of -log10 p, cut at 20; samplers down, checks across."""
+  report.plot_style()
+  import matplotlib.pyplot as plt
+
+  depth = np.array([[_depth(p) for p in row.values()] for row in p_values.values()])
+  figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(p_values)))
+  image = axes.imshow(depth, cmap="Blues", vmin=0, vmax=20, aspect="auto")
+  axes.set_xticks(range(len(CHECKS)), list(CHECKS), rotation=40, ha="left", fontsize=9)
+  axes.xaxis.tick_top()
+  axes.set_yticks(range(len(p_values)), list(p_values), fontsize=8)
+  axes.axhline(len(CONTROLS) - 0.5, color="#d55e00", linewidth=1.5)  # exact rules above
+  axes.set_xticks(np.arange(len(CHECKS) + 1) - 0.5, minor=True)
+  axes.grid(which="minor", axis="x", color="white", linewidth=2)
+  axes.tick_params(which="both", length=0)
+  bar = figure.colorbar(image, ax=axes, shrink=0.3, label="-log10 p, 20 or more: certain")
+  bar.ax.axhline(-math.log10(LEVEL), color="#d55e00", linewidth=1.5)
+  report.save_figure(figure, path)
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+  summary = run(_CONFIG.value)
+  if summary["survivors"] or summary["false_alarms"]:
+    raise SystemExit("A planted fault survived, or an exact rule failed.")
+
+
+if __name__ == "__main__":
+  app.run(main)

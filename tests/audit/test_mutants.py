@@ -1,0 +1,156 @@
+"""Every planted fault is caught by the check that is named for it, and exact rules pass all checks.
+
+Programs are shared where that can be done, as compiling is what takes the time: rules are tested in one program of bare
+rounds, engines on one ragged batch. `experiments/mutants.py` runs every check on every mutant.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax import verify
+from specjax.audit import battery, rounds, suite
+from specjax.audit.engine import Engine
+from specjax.audit.exact import compare
+from specjax.audit.mutants import MUTANTS, keys, rules
+from specjax.audit.suite import CHECKS, LEVEL
+from tests.audit.mixture import mixture, share, spread
+from tests.statistics import assert_probable
+
+BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
+RULES = {name: rule for name, rule in verify.RULES.items() if rule.lossless}
+PARTS = {
+  "token in parts": rules.assemble(),
+  "block in parts": rules.assemble_block(),
+  "token by position": keys.token_by_position,
+}
+
+
+def caught_by(check: str) -> list[str]:
+  return [mutant.name for mutant in MUTANTS if mutant.check == check]
+
+
+def test_there_are_enough_and_each_names_a_check():
+  assert len(BY_NAME) == len(MUTANTS) >= 28
+  assert {mutant.check for mutant in MUTANTS} <= set(CHECKS)
+
+
+@pytest.mark.parametrize(
+  ("check", "of_rules"), [("one round", rounds.laws), ("empty residual", rounds.empty_residuals)]
+)
+def test_bare_rules(check, of_rules):
+  wrong = {name: BY_NAME[name].engine.rule for name in caught_by(check)}
+  right = RULES | PARTS
+  p_values = dict(zip([*right, *wrong], of_rules([*right.values(), *wrong.values()], draws=100_000), strict=True))
+  for name in right:
+    assert_probable(p_values[name], lambda name=name: name)
+  assert all(p_values[name] < LEVEL for name in wrong), p_values
+
+
+@pytest.mark.parametrize("rule", [verify.token, *(BY_NAME[name].engine.rule for name in caught_by("rare drafts"))])
+def test_rare_drafts(rule):
+  """Among the first keys is one, number 180,232, of which `jax.random.uniform` makes 0."""
+  p_value = rounds.rare(rule, count=1)
+  assert (p_value > LEVEL) == rule.lossless
+
+
+def test_parts_are_the_rule():
+  """Put together from right parts, a rule is draw for draw the one of `specjax.verify`."""
+  p, q = rounds.tables()
+  log_p = np.log(np.stack([table[(0, *[1] * i)] for i, table in enumerate(p)]), dtype=np.float32)
+  log_q = np.log(np.stack([table[(0, *[1] * i)] for i, table in enumerate(q)]), dtype=np.float32)
+  bits = jax.random.split(jax.random.key(0), 2000)
+  for whole, parts in ((verify.token, PARTS["token in parts"]), (verify.block, PARTS["block in parts"])):
+    ours, theirs = (
+      jax.vmap(lambda key, rule=rule: rule(log_p, log_q, np.array([1, 1, 1], np.int32), np.int32(3), key))(
+        jax.random.clone(bits)
+      )
+      for rule in (whole, parts)
+    )
+    np.testing.assert_array_equal(ours.num_accepted, theirs.num_accepted)
+    np.testing.assert_array_equal(ours.next_token, theirs.next_token)
+
+
+WATCHED = {
+  "fresh laws": lambda trace: suite.fresh_laws_of(trace, *suite.languages()),
+  "counts": suite.counts_of,
+  "logprobs": lambda trace: suite.logprobs_of(trace.result),
+}
+
+
+def test_what_one_watched_batch_shows():
+  """Mutants of the token rule and the sound engine, row by row in one program; reports are made of the sound rows."""
+  told = [name for check in WATCHED for name in caught_by(check) if BY_NAME[name].engine.report is not Engine().report]
+  mixed = ["", *(name for check in WATCHED for name in caught_by(check) if name not in told)]
+  engines = [BY_NAME[name].engine if name else Engine() for name in mixed]
+  count = len(engines)
+  request = suite.batch()
+  trace = mixture(engines).trace(**spread(request, suite.ROW_FIELDS, count))
+  sound = share(trace, 0, count)
+  for check, holds in WATCHED.items():
+    assert holds(sound) == 1, check
+  for i, name in enumerate(mixed[1:], start=1):
+    assert WATCHED[BY_NAME[name].check](share(trace, i, count)) == 0, name
+  for name in told:
+    reported = dataclasses.replace(sound, result=BY_NAME[name].engine.report(sound.result))
+    assert WATCHED[BY_NAME[name].check](reported) == 0, name
+
+
+SEVERAL_RUNS = ("greedy", "batch of one", "permuted rows", "own draft", "recurrent target")
+
+
+@pytest.mark.parametrize("check", SEVERAL_RUNS)
+def test_what_several_runs_show(check):
+  assert CHECKS[check](Engine()) == 1
+  for name in caught_by(check):
+    assert CHECKS[check](BY_NAME[name].engine) == 0, name
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "token"])
+def test_other_rules_pass(name):
+  engine = Engine(rule=RULES[name])
+  for check in ("fresh laws", "counts", "logprobs", "greedy", "own draft", "permuted rows"):
+    assert CHECKS[check](engine) == 1, check
+
+
+def test_joint_law_of_wrong_drafters():
+  """Whole generations of several drafters, in one program and one scenario."""
+  names = [name for name in caught_by("joint law") if BY_NAME[name].engine.rule is verify.token]
+  engines = [Engine(), *(BY_NAME[name].engine for name in names)]
+  case = battery.Scenario("soft", "as it is", battery.PROMPTS[1], stops=True)
+  request = battery.arguments([case], num_draft_tokens=suite.GAMMA, rows=30_000 * len(engines))
+  result = mixture(engines)(**request)
+  p_values = [compare(result, case.law(), rows=slice(i, None, len(engines))).p_value for i in range(len(engines))]
+  assert_probable(p_values[0], lambda: "the sound drafter")
+  assert all(p < LEVEL for p in p_values[1:]), dict(zip(names, p_values[1:], strict=True))
+
+
+def test_noise_by_position_is_wrong_for_blocks_alone():
+  """Only several rounds show it, and only to the joint law."""
+  p_values = {
+    name: suite.joint_law(Engine(rule=rule), rows=48_000)
+    for name, rule in (("token", keys.token_by_position), ("block", keys.block_by_position))
+  }
+  assert_probable(p_values["token"], lambda: str(p_values))
+  assert p_values["block"] < LEVEL
+
+
+def test_padded_vocabulary():
+  assert_probable(suite.padded_vocabulary(Engine(), rows=20_000), lambda: "the sound engine")
+  for name in caught_by("padded vocabulary"):
+    assert suite.padded_vocabulary(BY_NAME[name].engine, rows=20_000) < LEVEL, name
+
+
+def test_every_mutant_is_tested():
+  tested = {"one round", "empty residual", "rare drafts", *WATCHED, *SEVERAL_RUNS, "joint law", "padded vocabulary"}
+  assert {mutant.check for mutant in MUTANTS} <= tested
+
+
+def test_the_engine_is_the_sampler():
+  """Spelled out, the loop returns what `specjax.sample` returns."""
+  request = suite.batch()
+  ours, theirs = Engine()(**request), specjax.sample(**request)
+  jax.tree.map(np.testing.assert_array_equal, ours, jax.device_get(theirs))
