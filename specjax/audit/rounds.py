@@ -122,14 +122,14 @@ def _inverse(u: Array, law: Array) -> Array:
   return (total > u * total[-1]).argmax().astype(jnp.int32)
 
 
-RATIOS = (0.0, 2.0**-48, 2.0**-14)  # the least ratio that `keys.uniform` resolves
-_CHUNK = 2**18
+RATIOS = (0.0, 2.0**-48, 2.0**-10)  # the least ratio that `keys.uniform` resolves
+_CHUNK = 2**16
 
 
 def rare(rule: Verifier, *, first: int = 0, count: int = 2**26) -> float:
-  """Drafts of p = 0 are never accepted, those of p / q = 2^-48 and 2^-14 as often as they should.
+  """Drafts of p = 0 are never accepted, those of p / q = 2^-48 and 2^-10 as often as they should.
 
-  first, count: the numbers of the keys that are tried, in multiples of 2^18.
+  first, count: the numbers of the keys that are tried, in multiples of 2^16.
   """
   chunks = max(count // _CHUNK, 1)
   never, *seen = np.asarray(_rare(rule, jnp.uint32(first // _CHUNK), chunks)).tolist()

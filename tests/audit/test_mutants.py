@@ -7,6 +7,7 @@ rounds, engines on one ragged batch. `experiments/mutants.py` runs every check o
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,26 +53,27 @@ def test_bare_rules(check, of_rules):
 
 @pytest.mark.parametrize("rule", [verify.token, *(BY_NAME[name].engine.rule for name in caught_by("rare drafts"))])
 def test_rare_drafts(rule):
-  """Among the first keys is one, number 180,232, of which `jax.random.uniform` makes 0."""
-  p_value = rounds.rare(rule, count=1)
+  """Among these keys is one, number 180,232, of which `jax.random.uniform` makes 0."""
+  p_value = rounds.rare(rule, first=2 * 2**16, count=2**16)
   assert (p_value > LEVEL) == rule.lossless
 
 
 def test_parts_are_the_rule():
   """Put together from right parts, a rule is draw for draw the one of `specjax.verify`."""
   p, q = rounds.tables()
-  log_p = np.log(np.stack([table[(0, *[1] * i)] for i, table in enumerate(p)]), dtype=np.float32)
-  log_q = np.log(np.stack([table[(0, *[1] * i)] for i, table in enumerate(q)]), dtype=np.float32)
+  log_p, log_q = (jnp.log(jnp.stack([table[(0, *[2] * i)] for i, table in enumerate(laws)])) for laws in (p, q))
+  log_p, log_q, drafts = log_p.astype(jnp.float32), log_q.astype(jnp.float32), jnp.array([2, 2, 2])
   bits = jax.random.split(jax.random.key(0), 2000)
-  for whole, parts in ((verify.token, PARTS["token in parts"]), (verify.block, PARTS["block in parts"])):
-    ours, theirs = (
-      jax.vmap(lambda key, rule=rule: rule(log_p, log_q, np.array([1, 1, 1], np.int32), np.int32(3), key))(
-        jax.random.clone(bits)
-      )
-      for rule in (whole, parts)
-    )
-    np.testing.assert_array_equal(ours.num_accepted, theirs.num_accepted)
-    np.testing.assert_array_equal(ours.next_token, theirs.next_token)
+
+  @jax.jit
+  @jax.vmap
+  def verdicts(key):
+    pairs = ((verify.token, PARTS["token in parts"]), (verify.block, PARTS["block in parts"]))
+    return [[rule(log_p, log_q, drafts, jnp.int32(3), jax.random.clone(key)) for rule in pair] for pair in pairs]
+
+  for whole, parts in verdicts(bits):
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    assert len(np.unique(whole.num_accepted)) > 1
 
 
 WATCHED = {
@@ -97,6 +99,16 @@ def test_what_one_watched_batch_shows():
   for name in told:
     reported = dataclasses.replace(sound, result=BY_NAME[name].engine.report(sound.result))
     assert WATCHED[BY_NAME[name].check](reported) == 0, name
+
+
+def test_the_ragged_batch_shows_what_it_must():
+  trace = suite.watched(Engine())
+  width = len(suite.PROMPTS[2])
+  assert trace.result.lengths[2] == width + suite.NEW_TOKENS[2] == width + max(suite.NEW_TOKENS)
+  kept = [(int(n), int(m)) for info in trace.rounds for n, m in zip(info.num_accepted, info.num_emitted, strict=True)]
+  assert {n for n, m in kept if m} == set(range(suite.GAMMA + 1))
+  assert any(0 < m <= n for n, m in kept)  # a stop in an accepted draft
+  assert len(set(trace.result.stats.rounds.tolist())) > 3
 
 
 SEVERAL_RUNS = ("greedy", "batch of one", "permuted rows", "own draft", "recurrent target")

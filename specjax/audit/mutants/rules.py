@@ -128,8 +128,9 @@ def _coarse_uniforms(key: Array, gamma: int) -> Array:
 
 
 def _in_half_precision(u: Array, p: Array, q: Array) -> Array:
-  """Rejects where u < 1 - p/q: what float16 rounds to 1 is never accepted."""
-  return ~(u.astype(jnp.float16) < (1 - (p / q).astype(jnp.float16))) & (p > 0)
+  """Rejects where u < 1 - p/q: what bfloat16 rounds to 1 is never accepted."""
+  reject = (1 - p / q).astype(jnp.bfloat16).astype(jnp.float32)
+  return (u >= reject) & (p > 0)
 
 
 def _uniform_of_the_key(key: Array, gamma: int) -> Array:
