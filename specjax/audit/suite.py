@@ -34,7 +34,7 @@ LEVEL = 1e-9
 GAMMA = 3
 ROWS = 96_000
 TOLERANCE = 1e-4  # of log-probabilities
-KEY = 23  # of the ragged batch: under the token rule its longest row reaches the end, others stop inside a block
+KEY = 246  # of the ragged batch: under the token rule its longest row reaches the end, others stop inside a block
 
 # A ragged batch for the invariants: prompts of all lengths, laws of all kinds, and stops.
 PROMPTS = ((1,), (0, 2, 1, 0), (2, 2, 0, 1, 0, 1, 2), (2, 0), (1, 1, 0, 2, 0), (0, 1, 2, 1, 1, 0))
@@ -114,20 +114,30 @@ def _invariant(holds: bool) -> float:
 
 
 def greedy(engine: Callable[..., SampleResult]) -> float:
-  """At temperature 0 every row is the target's argmax chain, and ends at its first stop or its limit."""
+  """At temperature 0 every row is the target's chain of argmaxes."""
   result = engine(**batch(warp=Warp(temperature=0.0).per_row(len(PROMPTS))))
   best = _laws_of(languages()[0], result, Warp()).argmax(-1)
+  tokens = np.asarray(result.tokens)
+  return _invariant(
+    all(
+      (tokens[row, start:end] == best[row, start - 1 : end - 1]).all()
+      for row, (start, end) in enumerate(_spans(result))
+    )
+  )
+
+
+def ends(engine: Callable[..., SampleResult]) -> float:
+  """Every row ends with its first stop token or at its limit, not before and not behind."""
+  return ends_of(watched(engine).result if isinstance(engine, Engine) else engine(**batch()))
+
+
+def ends_of(result: SampleResult) -> float:
+  """`ends`, of the ragged batch's result."""
   for row, (start, end) in enumerate(_spans(result)):
-    own = np.asarray(result.tokens)[row]
-    if not (own[start:end] == best[row, start - 1 : end - 1]).all():
-      return 0.0
-    if (own[start : end - 1] == STOP).any() or not (own[end - 1] == STOP or end - start == NEW_TOKENS[row]):
+    tokens = np.asarray(result.tokens)[row, start:end].tolist()
+    if STOP in tokens[:-1] or not (tokens[-1:] == [STOP] or len(tokens) == NEW_TOKENS[row]):
       return 0.0
   return 1.0
-
-
-def _spans(result: SampleResult) -> list[tuple[int, int]]:
-  return [(len(prompt), int(end)) for prompt, end in zip(PROMPTS, result.lengths, strict=True)]
 
 
 def batch_of_one(engine: Callable[..., SampleResult]) -> float:
@@ -359,6 +369,7 @@ CHECKS: dict[str, Callable[[Any], float | None]] = {
   "joint law": joint_law,
   "padded vocabulary": padded_vocabulary,
   "greedy": greedy,
+  "ends": ends,
   "batch of one": batch_of_one,
   "permuted rows": permuted_rows,
   "fresh laws": laws,

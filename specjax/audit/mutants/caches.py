@@ -157,7 +157,7 @@ def _limit_behind_the_round(before: SpecState, state: SpecState, info: RoundInfo
   return dataclasses.replace(state, finished=state.finished | over)
 
 
-LAWS, GREEDY = "fresh laws", "greedy"
+LAWS, ENDS = "fresh laws", "ends"
 
 MUTANTS = (
   Mutant("cache one slot early", "generation overwrites the prompt's last slot", True, LAWS, _from_the_prompt_on(1)),
@@ -178,11 +178,11 @@ MUTANTS = (
          Engine(models=_without_rewind)),
   Mutant("two orders of the warp", "top-p before the temperature for drafts, after it for the bonus", True, LAWS,
          Engine(models=_two_orders)),
-  Mutant("greedy rows divided by -1", "their law is turned upside down", True, GREEDY, Engine(models=_marked_greedy)),
-  Mutant("stop token overrun", "a stop inside an accepted block does not end the row", True, GREEDY,
+  Mutant("greedy rows divided by -1", "their law is turned upside down", True, "greedy", Engine(models=_marked_greedy)),
+  Mutant("stop token overrun", "a stop inside an accepted block does not end the row", True, ENDS,
          Engine(begin=_hide_stops, after=_stop_behind_the_round)),
-  Mutant("first row ends the batch", "rows end with the first one that does", True, GREEDY,
+  Mutant("first row ends the batch", "rows end with the first one that does", True, ENDS,
          Engine(after=_first_ends_all)),
-  Mutant("limit overrun", "a row's limit is looked at between rounds alone", True, GREEDY,
+  Mutant("limit overrun", "a row's limit is looked at between rounds alone", True, ENDS,
          Engine(begin=_looser_limit, after=_limit_behind_the_round)),
 )  # fmt: skip

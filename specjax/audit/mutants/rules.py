@@ -148,7 +148,7 @@ def _without_bonus(log_p, log_q, drafts, num_drafted, key):
   verdict = verify.token(log_p, log_q, drafts, num_drafted, key)
   full = (verdict.num_accepted == num_drafted) & (num_drafted > 0)
   last = drafts[jnp.maximum(num_drafted - 1, 0)]
-  return Verdict(verdict.num_accepted - full, jnp.where(full, last, verdict.next_token))
+  return Verdict(verdict.num_accepted - full.astype(jnp.int32), jnp.where(full, last, verdict.next_token))
 
 
 def capped(w: Array, p: Array, q: Array) -> Array:
