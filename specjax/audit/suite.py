@@ -34,7 +34,7 @@ LEVEL = 1e-9
 GAMMA = 3
 ROWS = 96_000
 TOLERANCE = 1e-4  # of log-probabilities
-KEY = 246  # of the ragged batch: under the token rule its longest row reaches the end, others stop inside a block
+KEY = 889  # of the ragged batch: under the token rule its longest row reaches the end, others stop inside a block
 
 # A ragged batch for the invariants: prompts of all lengths, laws of all kinds, and stops.
 PROMPTS = ((1,), (0, 2, 1, 0), (2, 2, 0, 1, 0, 1, 2), (2, 0), (1, 1, 0, 2, 0), (0, 1, 2, 1, 1, 0))
@@ -138,6 +138,10 @@ def ends_of(result: SampleResult) -> float:
     if STOP in tokens[:-1] or not (tokens[-1:] == [STOP] or len(tokens) == NEW_TOKENS[row]):
       return 0.0
   return 1.0
+
+
+def _spans(result: SampleResult) -> list[tuple[int, int]]:
+  return [(len(prompt), int(end)) for prompt, end in zip(PROMPTS, result.lengths, strict=True)]
 
 
 def batch_of_one(engine: Callable[..., SampleResult]) -> float:

@@ -115,7 +115,7 @@ def test_the_ragged_batch_shows_what_it_must():
   emitted = [int(info.num_emitted[2]) for info in trace.rounds if info.num_emitted[2]]
   assert emitted[-1] <= 2  # its last block reaches over the end
   assert {n for n, m in kept if m} == set(range(suite.GAMMA + 1))
-  assert any(0 < m <= n for n, m in kept)  # a stop in an accepted draft
+  assert any(0 < m < n for n, m in kept)  # an accepted draft behind an accepted stop
   assert len(set(trace.result.stats.rounds.tolist())) > 3
 
 
@@ -141,7 +141,7 @@ def test_joint_law_of_wrong_drafters():
   names = [name for name in caught_by("joint law") if BY_NAME[name].engine.rule is verify.token]
   engines = [Engine(), *(BY_NAME[name].engine for name in names)]
   case = battery.Scenario("soft", "as it is", battery.PROMPTS[1], stops=True)
-  request = battery.arguments([case], num_draft_tokens=suite.GAMMA, rows=30_000 * len(engines))
+  request = battery.arguments([case], num_draft_tokens=suite.GAMMA, rows=20_000 * len(engines))
   result = mixture(engines)(**request)
   p_values = [compare(result, case.law(), rows=slice(i, None, len(engines))).p_value for i in range(len(engines))]
   assert_probable(p_values[0], lambda: "the sound drafter")

@@ -21,6 +21,10 @@ def own_uniforms(key: Array, gamma: int) -> Array:
   return jax.vmap(lambda i: keys.uniform(keys.fold(key, Purpose.ACCEPT, i)))(jnp.arange(gamma))
 
 
+def block_uniforms(key: Array, gamma: int) -> Array:
+  return own_uniforms(key, gamma + 1)[1:]  # the first index is of no draft
+
+
 def strictly(u: Array, p: Array, q: Array) -> Array:
   return u * q < p
 
@@ -129,8 +133,7 @@ def _coarse_uniforms(key: Array, gamma: int) -> Array:
 
 def _in_half_precision(u: Array, p: Array, q: Array) -> Array:
   """Rejects where u < 1 - p/q: what bfloat16 rounds to 1 is never accepted."""
-  reject = (1 - p / q).astype(jnp.bfloat16).astype(jnp.float32)
-  return (u >= reject) & (p > 0)
+  return (u >= lax.reduce_precision(1 - p / q, exponent_bits=8, mantissa_bits=7)) & (p > 0)
 
 
 def _uniform_of_the_key(key: Array, gamma: int) -> Array:
@@ -159,7 +162,7 @@ def assemble_block(
   *,
   weight: Callable[[Array, Array, Array], Array] = capped,
   scaled_residual: bool = True,
-  uniforms: Callable[[Array, int], Array] = own_uniforms,
+  uniforms: Callable[[Array, int], Array] = block_uniforms,
   draw: Callable[[Array, Array, Array], Array] = draw_next,
   noise: Noise = "round",
 ) -> Verifier:
