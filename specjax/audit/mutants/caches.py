@@ -183,6 +183,6 @@ MUTANTS = (
          Engine(begin=_hide_stops, after=_stop_behind_the_round)),
   Mutant("first row ends the batch", "rows end with the first one that does", True, ENDS,
          Engine(after=_first_ends_all)),
-  Mutant("limit overrun", "a row's limit is looked at between rounds alone", True, ENDS,
+  Mutant("limit overrun", "a row's limit is looked at between rounds alone", True, "own draft",
          Engine(begin=_looser_limit, after=_limit_behind_the_round)),
 )  # fmt: skip

@@ -158,15 +158,15 @@ def _reads_one_position_late(inner, state, context, gamma, asked):
   return ModelDrafter(dataclasses.replace(model, apply=apply)).propose(state, context, gamma)
 
 
-JOINT, LAWS = "joint law", "fresh laws"
+JOINT, LAWS, DECLARED = "joint law", "fresh laws", "declared law"
 
 MUTANTS = (
-  Mutant("argmax drafts, soft q", "drafts the likeliest token and declares the law it was taken from", True, JOINT,
+  Mutant("argmax drafts, soft q", "drafts the likeliest token and declares the law it was taken from", True, DECLARED,
          rigged(draws(_argmax))),
-  Mutant("q before top-k", "draws from the two likeliest tokens and declares all", True, JOINT, rigged(draws(_top_2))),
+  Mutant("q before top-k", "draws from the two likeliest tokens and declares all", True, DECLARED, rigged(draws(_top_2))),
   Mutant("q before the warp", "draws under the warp and declares the law without it", True, LAWS,
          rigged(_declared_before_the_warp)),
-  Mutant("drafts in low precision", "draws from rounded logits and declares those before", True, JOINT,
+  Mutant("drafts in low precision", "draws from rounded logits and declares those before", True, DECLARED,
          rigged(draws(_rounded))),
   Mutant("temperature for p alone", "drafts at temperature 1, and says so", False, LAWS,
          rigged(_without_temperature)),
@@ -175,7 +175,7 @@ MUTANTS = (
          rigged(_stops_at_an_unlikely_draft)),
   Mutant("padded vocabulary cut late", "drafts tokens the target lacks, and calls them its last one", True,
          "padded vocabulary", rigged(_cuts_its_vocabulary)),
-  Mutant("one key for all drafts", "all drafts of a round are drawn from the same bits", True, JOINT,
+  Mutant("one key for all drafts", "all drafts of a round are drawn from the same bits", True, DECLARED,
          rigged(draws(_same_key))),
   Mutant("draft keys without the round", "every round drafts from the same bits", True, JOINT,
          rigged(_same_keys_every_round)),
