@@ -163,7 +163,8 @@ JOINT, LAWS, DECLARED = "joint law", "fresh laws", "declared law"
 MUTANTS = (
   Mutant("argmax drafts, soft q", "drafts the likeliest token and declares the law it was taken from", True, DECLARED,
          rigged(draws(_argmax))),
-  Mutant("q before top-k", "draws from the two likeliest tokens and declares all", True, DECLARED, rigged(draws(_top_2))),
+  Mutant("q before top-k", "draws from the two likeliest tokens and declares all", True, DECLARED,
+         rigged(draws(_top_2))),
   Mutant("q before the warp", "draws under the warp and declares the law without it", True, LAWS,
          rigged(_declared_before_the_warp)),
   Mutant("drafts in low precision", "draws from rounded logits and declares those before", True, DECLARED,
