@@ -154,12 +154,13 @@ class Lab:
     width = max(map(len, self.prompts))
     tokens = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.prompts], np.int32)
     lengths = np.array(list(map(len, self.prompts)), np.int32)
-    warp = Warp(
-      temperature=np.resize(np.array([1.0, 0.7, 1.5, 1.0, 0.0], np.float32), rows),
-      top_k=np.zeros(rows, np.int32),
-      top_p=np.resize(np.array([1.0, 1.0, 0.8, 1.0, 1.0], np.float32), rows),
-      min_p=np.zeros(rows, np.float32),
-    )
+    fields: dict[str, Any] = {
+      "temperature": np.resize(np.array([1.0, 0.7, 1.5, 1.0, 0.0], np.float32), rows),
+      "top_k": np.zeros(rows, np.int32),
+      "top_p": np.resize(np.array([1.0, 1.0, 0.8, 1.0, 1.0], np.float32), rows),
+      "min_p": np.zeros(rows, np.float32),
+    }
+    warp = Warp(**fields)
     result = engine(
       self.target,
       specjax.ModelDrafter(self.draft),

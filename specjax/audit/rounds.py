@@ -111,7 +111,7 @@ def _codes(rules: tuple[Verifier, ...], p, q, keys: Array) -> Array:
       return jnp.where(i <= verdict.num_accepted, emitted, _inverse(rest_u[i], law))
 
     tokens = path_of(p, case, token)
-    return sum(token * VOCAB ** (GAMMA - i) for i, token in enumerate(tokens))
+    return jnp.stack([token * VOCAB ** (GAMMA - i) for i, token in enumerate(tokens)]).sum()
 
   return jnp.stack(jax.vmap(once)(jnp.arange(len(keys)) % len(p[0]), keys))
 

@@ -58,13 +58,13 @@ class Drafters:
 
 def mixture(engines: Sequence[Engine]) -> Engine:
   """Of engines with one rule, that leave stop tokens and reports as they are."""
-  parts: list[Any] = []  # the engines' targets, of the program that is being traced
+  parts: list[Any] = []  # each engine's target and which of the caches is its own, in the program being traced
 
   def models(target, drafter, asked):
     own = [engine.models(target, drafter, asked) for engine in engines]
     targets, owners = distinct([target for target, _, _ in own])
     drafters, draft_owners = distinct([drafter for _, drafter, _ in own])
-    parts[:] = [targets[i] for i in owners], owners
+    parts[:] = [(targets[i], i) for i in owners]
 
     def apply(params, tokens, cache, start):
       outs = [t.apply(p, tokens, c, start) for t, p, c in zip(targets, params, cache, strict=True)]
@@ -79,9 +79,9 @@ def mixture(engines: Sequence[Engine]) -> Engine:
 
   def apart(state, call: Callable[[Engine, Any, Any], Any], others: Sequence[Any] = ()):
     """Calls on every engine with its own target's cache; puts rows and caches together again."""
-    targets, owners = parts
+    owners = [owner for _, owner in parts]
     states = []
-    for engine, target, owner in zip(engines, targets, owners, strict=True):
+    for engine, (target, owner) in zip(engines, parts, strict=True):
       views = [dataclasses.replace(s, target_cache=s.target_cache[owner], draft_state=()) for s in (*others, state)]
       states.append(call(engine, target, views))
     caches = {owner: [] for owner in owners}
@@ -92,10 +92,11 @@ def mixture(engines: Sequence[Engine]) -> Engine:
     return dataclasses.replace(plain, target_cache=merged, draft_state=state.draft_state, stop_ids=state.stop_ids)
 
   def begin(state, target):
+    del target
     return apart(state, lambda engine, own, views: engine.begin(views[0], own))
 
   def after(before, state, info):
-    return apart(state, lambda engine, own, views: engine.after(*views, info), [before])
+    return apart(state, lambda engine, own, views: engine.after(views[0], views[1], info), [before])
 
   return Engine(rule=engines[0].rule, models=models, begin=begin, after=after)
 
@@ -115,6 +116,4 @@ def spread(request: dict[str, Any], rows: Sequence[str], count: int) -> dict[str
 def share(trace: Trace, index: int, count: int) -> Trace:
   """The rows of one engine."""
   own = lambda x: x[index::count]  # noqa: E731
-  result = trace.result
-  result = dataclasses.replace(jax.tree.map(own, result))
-  return Trace(result, [jax.tree.map(own, info) for info in trace.rounds])
+  return Trace(jax.tree.map(own, trace.result), [jax.tree.map(own, info) for info in trace.rounds])

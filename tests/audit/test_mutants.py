@@ -13,7 +13,7 @@ import pytest
 
 import specjax
 from specjax import verify
-from specjax.audit import battery, rounds, suite
+from specjax.audit import battery, ragged, rounds, suite
 from specjax.audit.engine import Engine
 from specjax.audit.exact import compare
 from specjax.audit.mutants import MUTANTS, keys, rules
@@ -79,10 +79,10 @@ def test_parts_are_the_rule():
 
 
 WATCHED = {
-  "fresh laws": lambda trace: suite.fresh_laws_of(trace, *suite.languages()),
-  "counts": suite.counts_of,
-  "ends": lambda trace: suite.ends_of(trace.result),
-  "logprobs": lambda trace: suite.logprobs_of(trace.result),
+  "fresh laws": lambda trace: ragged.fresh_laws_of(trace, *ragged.languages()),
+  "counts": ragged.counts_of,
+  "ends": lambda trace: ragged.ends_of(trace.result),
+  "logprobs": lambda trace: ragged.logprobs_of(trace.result),
 }
 
 
@@ -94,8 +94,8 @@ def test_what_one_watched_batch_shows():
   mixed = ["", *(name for name in names if name not in (*told, alone))]
   engines = [BY_NAME[name].engine if name else Engine() for name in mixed]
   count = len(engines)
-  request = suite.batch()
-  trace = mixture(engines).trace(**spread(request, suite.ROW_FIELDS, count))
+  request = ragged.batch()
+  trace = mixture(engines).trace(**spread(request, ragged.ROW_FIELDS, count))
   sound = share(trace, 0, count)
   for check, holds in WATCHED.items():
     assert holds(sound) == 1, check
@@ -104,17 +104,17 @@ def test_what_one_watched_batch_shows():
   for name in told:
     reported = dataclasses.replace(sound, result=BY_NAME[name].engine.report(sound.result))
     assert WATCHED[BY_NAME[name].check](reported) == 0, name
-  assert suite.ends(BY_NAME[alone].engine) == 0
+  assert ragged.ends(BY_NAME[alone].engine) == 0
 
 
 def test_the_ragged_batch_shows_what_it_must():
-  trace = suite.watched(Engine())
-  width = len(suite.PROMPTS[2])
-  assert trace.result.lengths[2] == width + suite.NEW_TOKENS[2] == width + max(suite.NEW_TOKENS)
+  trace = ragged.watched(Engine())
+  width = len(ragged.PROMPTS[2])
+  assert trace.result.lengths[2] == width + ragged.NEW_TOKENS[2] == width + max(ragged.NEW_TOKENS)
   kept = [(int(n), int(m)) for info in trace.rounds for n, m in zip(info.num_accepted, info.num_emitted, strict=True)]
   emitted = [int(info.num_emitted[2]) for info in trace.rounds if info.num_emitted[2]]
   assert emitted[-1] <= 2  # its last block reaches over the end
-  assert {n for n, m in kept if m} == set(range(suite.GAMMA + 1))
+  assert {n for n, m in kept if m} == set(range(ragged.GAMMA + 1))
   assert any(0 < m < n for n, m in kept)  # an accepted draft behind an accepted stop
   assert len(set(trace.result.stats.rounds.tolist())) > 3
 
@@ -142,7 +142,7 @@ def test_wrong_drafters():
   names = [name for names in wrong.values() for name in names if BY_NAME[name].engine.rule is verify.token]
   engines = [Engine(), *(BY_NAME[name].engine for name in names)]
   case = battery.Scenario("soft", "as it is", battery.PROMPTS[1], stops=True)
-  request = battery.arguments([case], num_draft_tokens=suite.GAMMA, rows=10_000 * len(engines))
+  request = battery.arguments([case], num_draft_tokens=ragged.GAMMA, rows=10_000 * len(engines))
   trace = mixture(engines).trace(**request)
   p_values = {}
   for i, name in enumerate(["sound", *names]):
@@ -182,6 +182,6 @@ def test_every_mutant_is_tested():
 
 def test_the_engine_is_the_sampler():
   """Spelled out, the loop returns what `specjax.sample` returns."""
-  request = suite.batch()
+  request = ragged.batch()
   ours, theirs = Engine()(**request), specjax.sample(**request)
   jax.tree.map(np.testing.assert_array_equal, ours, jax.device_get(theirs))

@@ -125,7 +125,7 @@ def _two_orders(target: LanguageModel, drafter: Drafter, asked: Warp) -> Models:
   def init_cache(params, batch, max_length):
     return target.init_cache(params[0], batch, max_length)
 
-  unfiltered = Warp(temperature=asked.temperature).per_row(asked.temperature.shape[0])
+  unfiltered = Warp(temperature=asked.temperature).per_row(jnp.shape(asked.temperature)[0])
   return dataclasses.replace(target, params=params, apply=apply, init_cache=init_cache), drafter, unfiltered
 
 

@@ -64,7 +64,7 @@ def _means_of_ratios(result: SampleResult) -> SampleResult:
 
 
 def _no_logprobs(result: SampleResult) -> SampleResult:
-  return dataclasses.replace(result, logprobs=np.zeros_like(result.logprobs))
+  return dataclasses.replace(result, logprobs=result.logprobs * 0)
 
 
 def _logprobs_of_q(before: SpecState, state: SpecState, info: RoundInfo) -> SpecState:

@@ -199,8 +199,8 @@ ONE_ROUND, RARE, EMPTY = "one round", "rare drafts", "empty residual"
 
 
 def _mutant(name: str, description: str, rule: Verifier, check: str = ONE_ROUND, visible: bool = True) -> Mutant:
-  if rule.__name__ == "rule":  # for error messages
-    rule.__name__ = rule.__qualname__ = name
+  if getattr(rule, "__name__", "") == "rule":  # for error messages
+    setattr(rule, "__name__", name)  # noqa: B010
   return Mutant(name, description, visible, check, Engine(rule=rule))
 
 
