@@ -1,4 +1,4 @@
-"""The checks of a whole sampler, by name: statistical ones on tiny languages, and those of bare rules and ragged batches.
+"""The checks of a whole sampler, by name: of its laws on tiny languages, of its bare rule, and of a ragged batch.
 
 A check takes an `Engine`, or where it looks at results alone anything that is called like one, and returns a p-value;
 None says that it does not apply. A sampler fails a check whose p-value is below LEVEL.
