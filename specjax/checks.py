@@ -62,7 +62,7 @@ def request(
 
   Returns the request and P + max(max_new_tokens), the width of the result, or None where that is traced.
   """
-  if jax.config.jax_enable_x64:
+  if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
     raise ValueError(
       "jax_enable_x64 is on, but positions are int32 and laws float32 here: call it within jax.enable_x64(False)."
     )
