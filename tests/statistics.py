@@ -15,8 +15,8 @@ from specjax.result import SampleResult
 # A test fails where so small a p-value comes up. Seeds are fixed, so a test that passes once passes always; the level
 # says how likely a sound sampler is to be called faulty when seeds or code change. The whole suite may err with a
 # probability of 1e-6: a worker that makes more tests than its share of MOST fails.
-LEVEL = 4e-10
-MOST = 2500
+LEVEL = 1e-10
+MOST = 10_000
 made = 0  # tests in this process
 
 
