@@ -247,7 +247,7 @@ BAD = {
   "alpha": (samples, {"alpha": 0.0}, "alpha=0.0"),
   "rule": (samples, {"rule": "block"}, "rule='block' is unknown"),
   "rule without draft": (samples, {"rule": "token", "draft": None}, "needs the draft model"),
-  "eos": (samples, {r"eos_id": 99}, "eos_id\[0\]=99"),
+  "eos": (samples, {"eos_id": 99}, r"eos_id\[0\]=99"),
   "temperature": (samples, {"warp": specjax.Warp(temperature=-1.0)}, "temperature"),
   "draft": (samples, {"draft": tabular.tabular(jax.random.key(0), 40)}, "40 tokens, the target 16"),
 }
