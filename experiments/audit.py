@@ -10,17 +10,15 @@ In a notebook: `report = audit.run(get_config())`.
 """
 
 import pathlib
-from collections.abc import Sequence
 
 import jax
 import ml_collections
-import numpy as np
 
 import specjax
 from experiments import report as reports
 from specjax.audit import Report, Samples, audit
 from specjax.language_model import LanguageModel
-from specjax.tasks.prompts import prompts
+from specjax.tasks.prompts import prompts, right_padded
 
 
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = reports.RESULTS) -> Report:
@@ -61,10 +59,7 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = reports.RESUL
 def _demonstration(target: LanguageModel, tokenizer, warp: specjax.Warp, config: ml_collections.ConfigDict) -> Samples:
   """Speculative samples of our own, one batch."""
   texts = [tokenizer.encode(prompt.text)[-96:] for prompt in prompts("mixed", config.demo_prompts, config.seed)]
-  lengths = np.array([len(ids) for ids in texts])
-  padded = np.zeros((len(texts), lengths.max()), np.int32)
-  for row, ids in zip(padded, texts, strict=True):
-    row[: len(ids)] = ids
+  padded, lengths = right_padded(texts)
   result = specjax.sample(
     target,
     specjax.NGramDrafter(),
@@ -80,14 +75,4 @@ def _demonstration(target: LanguageModel, tokenizer, warp: specjax.Warp, config:
 
 
 if __name__ == "__main__":
-  from absl import app, logging
-  from ml_collections import config_flags
-
-  _DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "audit.py"
-  _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment's settings.")
-
-  def main(_: Sequence[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # jax reports every backend that is not there
-    run(_CONFIG.value)
-
-  app.run(main)
+  reports.launch(run, "audit")

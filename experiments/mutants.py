@@ -28,7 +28,7 @@ from specjax.audit.mutants import MUTANTS, Mutant
 from specjax.audit.suite import CHECKS, LEVEL
 from specjax.checks import slots
 from specjax.language_model import LanguageModel
-from specjax.tasks.prompts import prompts
+from specjax.tasks.prompts import prompts, right_padded
 from specjax.warp import Warp
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
@@ -151,9 +151,8 @@ class Lab:
   def generate(self, engine: Engine, index: int) -> tuple[Samples, Warp]:
     """One batch: temperatures of 1, 0.7, and 0, and top-p of a hotter law."""
     config, rows = self.config, len(self.prompts)
-    width = max(map(len, self.prompts))
-    tokens = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.prompts], np.int32)
-    lengths = np.array(list(map(len, self.prompts)), np.int32)
+    tokens, lengths = right_padded(self.prompts)
+    width = tokens.shape[1]
     fields: dict[str, Any] = {
       "temperature": np.resize(np.array([1.0, 0.7, 1.5, 1.0, 0.0], np.float32), rows),
       "top_k": np.zeros(rows, np.int32),

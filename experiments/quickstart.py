@@ -40,7 +40,7 @@ from specjax.language_model import run as run_model
 from specjax.models.load import resolve
 from specjax.models.tokenizer import Tokenizer
 from specjax.plan import theory
-from specjax.tasks.prompts import SOURCES, prompts
+from specjax.tasks.prompts import SOURCES, prompts, right_padded
 
 
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS) -> dict[str, Any]:
@@ -157,14 +157,13 @@ class Bench:
     return item
 
   def _sample(self, prompt: list[int], index: int, gamma: int, temperature: float, max_new_tokens: int):
-    padded = np.zeros((1, self.config.max_prompt_tokens), np.int32)
-    padded[0, : len(prompt)] = prompt
+    padded, lengths = right_padded([prompt], self.config.max_prompt_tokens)
     return specjax.sample(
       self.target,
       self.drafter if gamma else None,
       padded,
       key=jax.random.fold_in(jax.random.key(self.config.seed), index),
-      prompt_lengths=np.asarray([len(prompt)]),
+      prompt_lengths=lengths,
       max_new_tokens=max_new_tokens,
       num_draft_tokens=gamma,
       warp=specjax.Warp(temperature=float(temperature)),
@@ -287,14 +286,4 @@ def _drafts(runs: Sequence[Mapping[str, Any]], costs: Mapping[str, float], gamma
 
 
 if __name__ == "__main__":
-  from absl import app, logging
-  from ml_collections import config_flags
-
-  _DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.py"
-  _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment's settings.")
-
-  def main(_: Sequence[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # jax reports every backend that is not there
-    run(_CONFIG.value)
-
-  app.run(main)
+  report.launch(run, "quickstart")

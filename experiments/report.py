@@ -8,24 +8,23 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import platform
 import statistics
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
 import rich.text
 import tqdm
+
+from specjax.files import plain, replacing, write_json
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -70,38 +69,6 @@ def _cpu_model() -> str:
   return platform.processor() or platform.machine()
 
 
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Generator[pathlib.Path]:
-  """A temporary path of the same name and file system, which becomes `path` if the block ends without an error."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-    temporary = pathlib.Path(folder) / path.name
-    yield temporary
-    os.replace(temporary, path)
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes `value`: arrays as lists, dataclasses and configs as objects, numbers that are not finite as null."""
-  with replacing(path) as temporary:
-    temporary.write_text(json.dumps(_plain(value), indent=2) + "\n")
-
-
-def _plain(value: Any) -> Any:
-  if hasattr(value, "to_dict"):  # ml_collections.ConfigDict
-    value = value.to_dict()
-  if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-  if isinstance(value, jax.Array | np.ndarray | np.generic):
-    value = np.asarray(value).tolist()
-  if isinstance(value, Mapping):
-    return {str(key): _plain(item) for key, item in value.items()}
-  if isinstance(value, list | tuple):
-    return [_plain(item) for item in value]
-  if isinstance(value, float):
-    return value if math.isfinite(value) else None
-  return str(value) if isinstance(value, pathlib.Path) else value
-
-
 class Run:
   """One run of an experiment, kept item by item in `folder`, so that a run which was interrupted goes on.
 
@@ -117,7 +84,7 @@ class Run:
   def __init__(self, name: str, config: Any, results: pathlib.Path = RESULTS):
     self.folder = results / name
     self.environment = environment()
-    self.config = _plain(config)
+    self.config = plain(config)
     key = json.dumps([self.config, self.environment], sort_keys=True).encode()
     self._path = self.folder / f"unfinished-{hashlib.sha256(key).hexdigest()[:12]}.jsonl"
     self.items: dict[str, Any] = dict(_read_lines(self._path))
@@ -125,7 +92,7 @@ class Run:
   def item(self, key: str, compute: Callable[[], Any]) -> Any:
     """What `compute` returned for `key`, in this run or before its interruption, as it reads back from JSON."""
     if key not in self.items:
-      line = json.dumps([key, _plain(compute())])
+      line = json.dumps([key, plain(compute())])
       self.folder.mkdir(parents=True, exist_ok=True)
       with self._path.open("a") as file:
         file.write(line + "\n")
@@ -185,6 +152,21 @@ def median_interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int)
       jax.block_until_ready(functions[name]())
       seconds[name].append(time.perf_counter() - start)
   return {name: Timing(statistics.median(times), tuple(times)) for name, times in seconds.items()}
+
+
+def launch(run: Callable[[Any], Any], config: str) -> None:
+  """Runs an experiment as a program: `run` of configs/`config`.py with the settings of the command line."""
+  from absl import app, logging
+  from ml_collections import config_flags
+
+  default = pathlib.Path(__file__).parents[1] / "configs" / f"{config}.py"
+  settings = config_flags.DEFINE_config_file("config", str(default), "The experiment's settings.")
+
+  def main(_: Sequence[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # jax reports every backend that is not there
+    run(settings.value)
+
+  app.run(main)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -26,7 +26,7 @@ import specjax
 from experiments import report
 from specjax.audit import Samples, audit
 from specjax.language_model import Cache, LanguageModel, Params
-from specjax.tasks.prompts import prompts
+from specjax.tasks.prompts import prompts, right_padded
 
 PLAIN = "plain"
 ENGINES = {
@@ -75,10 +75,7 @@ class Batch:
   @classmethod
   def of(cls, texts: Sequence[Sequence[int]], config: ml_collections.ConfigDict) -> "Batch":
     cut = [list(text)[-config.max_prompt_tokens :] for text in texts]
-    tokens = np.zeros((len(cut), config.max_prompt_tokens), np.int32)
-    for row, text in zip(tokens, cut, strict=True):
-      row[: len(text)] = text
-    return cls(tokens, np.array([len(text) for text in cut], np.int32))
+    return cls(*right_padded(cut, config.max_prompt_tokens))
 
 
 Engine = Callable[..., specjax.SampleResult]
@@ -233,14 +230,4 @@ def save_figure(items: Mapping[str, Any], summary: Mapping[str, Any], config, pa
 
 
 if __name__ == "__main__":
-  from absl import app, logging
-  from ml_collections import config_flags
-
-  _DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "who_was_right.py"
-  _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment's settings.")
-
-  def main(_: Sequence[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # jax reports every backend that is not there
-    run(_CONFIG.value)
-
-  app.run(main)
+  report.launch(run, "who_was_right")

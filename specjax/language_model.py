@@ -132,6 +132,13 @@ def prefill(model: LanguageModel, cache: Cache, tokens: Array, lengths: Array, c
   return cache
 
 
+def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
+  """Cuts or pads logits[..., V] to another model's vocabulary: ids that one of the two lacks have no mass."""
+  logits = logits[..., :vocab_size]
+  pad = [(0, 0)] * (logits.ndim - 1) + [(0, vocab_size - logits.shape[-1])]
+  return jnp.pad(logits, pad, constant_values=-jnp.inf)
+
+
 def take_window(tokens: Array, start: Array, width: int) -> Array:
   """tokens[b, start[b]:start[b]+width]; positions behind the buffer's end repeat its last token, they never shift."""
   positions = start[:, None] + jnp.arange(width)[None]

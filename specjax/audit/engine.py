@@ -6,7 +6,7 @@ before, between and after. It is called like `specjax.sample`, and so may be com
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,12 +84,10 @@ class Engine:
     max_length: int,
     prompt_lengths: ArrayLike | None = None,
     max_new_tokens: ArrayLike = 128,
-    num_draft_tokens: int = 4,
     warp: Warp = DEFAULT_WARP,
-    eos_id: int | Sequence[int] | None = None,
-    prefill_chunk: int = 64,
+    **static: Any,
   ) -> Trace:
-    """Runs the sampler and returns its rounds, too."""
+    """Runs the sampler and returns its rounds, too; static: num_draft_tokens, eos_id, prefill_chunk."""
     prompts = np.asarray(prompt_tokens, np.int32)
     batch, width = prompts.shape
     lengths = np.full(batch, width) if prompt_lengths is None else np.asarray(prompt_lengths)
@@ -98,7 +96,7 @@ class Engine:
     asked = warp.per_row(batch)
     state = _begin(
       self.models, self.begin, target, drafter, asked, prompts, lengths.astype(np.int32), limits, key,
-      num_draft_tokens=num_draft_tokens, eos_id=eos_id, max_length=max_length, prefill_chunk=prefill_chunk,
+      max_length=max_length, **static,
     )  # fmt: skip
     rounds = []
     while not state.finished.all():

@@ -49,7 +49,7 @@ class Fit:
     """
     if self.cells < 2 or not self.observations:
       return 1.0
-    return min(1.0, float(np.sqrt(_noncentrality(self.cells - 1, level) / (4 * self.observations))))
+    return min(1.0, float(np.sqrt(noncentrality(self.cells - 1, level, POWER) / (4 * self.observations))))
 
   def __add__(self, other: "Fit") -> "Fit":
     """Two independent experiments as one: statistics and degrees of freedom add up."""
@@ -62,10 +62,10 @@ class Fit:
 
 
 @functools.cache
-def _noncentrality(freedom: int, level: float) -> float:
-  """Of the chi-square law whose part beyond the critical value at `level` is POWER."""
+def noncentrality(freedom: int, level: float, power: float) -> float:
+  """Of the chi-square law whose part beyond the critical value at `level` is `power`."""
   critical = scipy.stats.chi2.isf(level, freedom)
-  missed = lambda x: scipy.stats.ncx2.cdf(critical, freedom, x) - (1 - POWER)  # noqa: E731
+  missed = lambda x: scipy.stats.ncx2.cdf(critical, freedom, x) - (1 - power)  # noqa: E731
   return scipy.optimize.root_scalar(missed, bracket=(1e-9, 4 * critical + 100)).root
 
 

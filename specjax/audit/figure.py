@@ -1,8 +1,6 @@
 """The figure of a report: every score's z, where the deviations lie, and the capital of the bets along the stream."""
 
-import os
 import pathlib
-import tempfile
 import textwrap
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import scipy.stats
 
 from specjax.audit.report import Report
+from specjax.files import replacing
 
 COLOURS = {False: "#c0392b", True: "#2e7d32", None: "#b8860b"}
 TITLES = {False: "Fault", True: "No sign of a fault", None: "Can't say"}
@@ -42,11 +41,8 @@ def draw(report: Report) -> Any:
 
 def save(report: Report, path: pathlib.Path) -> None:
   """Draws the figure into a file."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-    temporary = pathlib.Path(folder) / path.name
+  with replacing(path) as temporary:
     draw(report).savefig(temporary)
-    os.replace(temporary, path)
 
 
 def _plain(axes: Any, title: str) -> None:

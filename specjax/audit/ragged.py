@@ -4,7 +4,6 @@ Prompts of all lengths, laws of all kinds, rows that stop at once, inside a bloc
 check is a p-value that is 1 or 0, so that it stands beside statistical ones; None says that it does not apply.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from specjax import checks, warp
+from specjax import checks
 from specjax.audit import battery
 from specjax.audit.battery import STOP
 from specjax.audit.engine import Engine, Trace
@@ -88,16 +86,8 @@ def watched(engine: Engine) -> Trace:
   return engine.trace(**batch())
 
 
-@jax.jit
-def fresh_laws(model: LanguageModel, tokens: Array, settings: Warp) -> Array:
-  """float32[B, L, V]: the warped law behind every token, by one pass over the whole text."""
-  cache = model.init_cache(model.params, *tokens.shape)
-  logits, _ = model.apply(model.params, tokens, cache, jnp.zeros(tokens.shape[0], jnp.int32))
-  return warp.log_probs(logits, settings)
-
-
 def _laws_of(model: LanguageModel, result: SampleResult, settings: Warp) -> np.ndarray:
-  return np.asarray(fresh_laws(model, jnp.asarray(result.tokens), settings.per_row(len(result.tokens))))
+  return np.asarray(tabular.laws(model, jnp.asarray(result.tokens), settings.per_row(len(result.tokens))))
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -163,14 +153,8 @@ def _equal_rows(ours: SampleResult, i: int, theirs: SampleResult, j: int) -> boo
     end == int(theirs.lengths[j])
     and (ours.tokens[i, :end] == theirs.tokens[j, :end]).all()
     and _same(ours.logprobs[i, :end], theirs.logprobs[j, :end])
-    and all(
-      _same(a[i], b[j]) for a, b in zip(jax.tree.leaves(_plain(ours)), jax.tree.leaves(_plain(theirs)), strict=True)
-    )
+    and all(_same(a[i], b[j]) for a, b in zip(vars(ours.stats).values(), vars(theirs.stats).values(), strict=True))
   )
-
-
-def _plain(result: SampleResult) -> dict[str, Any]:
-  return {field.name: getattr(result.stats, field.name) for field in dataclasses.fields(result.stats)}
 
 
 def laws(engine: Engine) -> float | None:

@@ -5,16 +5,15 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import rich.box
 import rich.console
 import rich.table
 import rich.text
 
+from specjax import files
 from specjax.audit.stats import Evidence, Test
 from specjax.audit.where import Contrast, Part
 
@@ -120,7 +119,7 @@ class Report:
 
   def to_dict(self) -> dict[str, Any]:
     """All figures as plain values; numbers that are not finite are None."""
-    return _plain(dataclasses.asdict(self))
+    return files.plain(dataclasses.asdict(self))
 
   def to_json(self) -> str:
     """`to_dict` as text."""
@@ -128,12 +127,7 @@ class Report:
 
   def write(self, path: str | os.PathLike[str]) -> None:
     """Writes `to_json()`."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-      temporary = pathlib.Path(folder) / path.name
-      temporary.write_text(self.to_json() + "\n", encoding="utf-8")
-      os.replace(temporary, path)
+    files.write_json(path, self)
 
   def figure(self) -> Any:
     """A matplotlib figure."""
@@ -283,13 +277,3 @@ def _table(tests: Sequence[Test], alpha: float) -> rich.table.Table:
       *(f"{t.detectable:.4f}", "fault" if t.adjusted <= alpha else ""),
     )
   return table
-
-
-def _plain(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {key: _plain(entry) for key, entry in value.items()}
-  if isinstance(value, list | tuple):
-    return [_plain(entry) for entry in value]
-  if isinstance(value, np.ndarray | np.generic):
-    return _plain(value.tolist())
-  return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,14 +7,13 @@ context is for `specjax.audit.audit`, which knows the target.
 import dataclasses
 import json
 import os
-import pathlib
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from jax.typing import ArrayLike
 
+from specjax.files import replacing
 from specjax.result import SampleResult
 
 LABELS = ("accepted", "residual", "bonus")
@@ -185,14 +184,9 @@ class Samples:
 
   def write(self, path: str | os.PathLike[str]) -> None:
     """Writes JSONL that `read` reads."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-      temporary = pathlib.Path(folder) / path.name
-      with temporary.open("w", encoding="utf-8") as file:
-        for i in range(len(self.tokens)):
-          file.write(json.dumps(self._line(i)) + "\n")
-      os.replace(temporary, path)
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+      for i in range(len(self.tokens)):
+        file.write(json.dumps(self._line(i)) + "\n")
 
   def _line(self, index: int) -> dict[str, Any]:
     line: dict[str, Any] = {"prompt_tokens": self.prompts[index].tolist(), "tokens": self.tokens[index].tolist()}

@@ -20,7 +20,7 @@ import tqdm
 from jax import Array, lax
 
 from specjax.audit.samples import Samples
-from specjax.language_model import LanguageModel, run, take_window
+from specjax.language_model import LanguageModel, fit_vocabulary, run, take_window
 from specjax.warp import Warp, log_probs
 
 SURPRISE_CLIP = 12.0  # nats; a score with a bound can be bet on
@@ -224,7 +224,7 @@ def score_positions(
   recent: int32[B, T, K], tokens just before; earlier: int32[B, T, R]; -1 in both stands for none. stop_ids: int32[E].
   """
   log_p, p = _law(logits, warp)
-  drafted = None if draft_logits is None else _law(_fit(draft_logits, logits.shape[-1]), warp)
+  drafted = None if draft_logits is None else _law(fit_vocabulary(draft_logits, logits.shape[-1]), warp)
   law = drafted[1] if drafted is not None and expected else None
 
   def bounded(f: Array, weights: Array, low: float, high: float) -> Moments:
@@ -311,8 +311,3 @@ def _mass_beyond(logits: Array, logit: Array, warp: Warp) -> Array:
   without = dataclasses.replace(warp, top_p=jnp.ones_like(warp.top_p), min_p=jnp.zeros_like(warp.min_p))
   above = jnp.where(logits > logit[..., None], jnp.exp(log_probs(logits, without)), 0.0).sum(-1)
   return jnp.where(top_p < 1, above - top_p, jnp.inf)
-
-
-def _fit(logits: Array, vocab_size: int) -> Array:
-  logits = logits[..., :vocab_size]
-  return jnp.pad(logits, ((0, 0), (0, 0), (0, vocab_size - logits.shape[-1])), constant_values=-jnp.inf)

@@ -19,6 +19,7 @@ import scipy.optimize
 import scipy.stats
 from jax.typing import ArrayLike
 
+from specjax.audit.exact import fit, noncentrality
 from specjax.audit.scores import Moments
 
 MOST_SKEW = 0.5  # beyond it a sum has too few tokens that matter
@@ -133,22 +134,13 @@ def with_power(tests: Sequence[Test], alpha: float, power: float, drift: float) 
   normal = float(scipy.stats.norm.isf(level / 2) + scipy.stats.norm.ppf(power))
   out = []
   for t, p in zip(tests, adjusted, strict=True):
-    reach = _uniform_reach(level, power) if t.name == RANK else normal
+    # 2 TV is at most the root of the noncentrality a token.
+    reach = math.sqrt(noncentrality(BINS - 1, level, power)) if t.name == RANK else normal
     exactly = t.scale * reach / math.sqrt(t.tokens)
     out.append(
       dataclasses.replace(t, adjusted=float(p), detectable=exactly + t.scale * drift, detectable_exactly=exactly)
     )
   return out
-
-
-def _uniform_reach(level: float, power: float) -> float:
-  """Root of the noncentrality that the chi-square test finds with that power; 2 TV is at most its root a token."""
-  threshold = float(scipy.stats.chi2.isf(level, BINS - 1))
-
-  def shortfall(root: float) -> float:
-    return float(scipy.stats.ncx2.sf(threshold, BINS - 1, root**2)) - power
-
-  return float(scipy.optimize.root_scalar(shortfall, bracket=(1e-3, 100.0)).root)
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
@@ -174,7 +166,7 @@ def uniform_test(above: np.ndarray, tied: np.ndarray, seed: int, drift: float = 
     return None
   u = np.clip(above + np.random.default_rng(seed).random(count) * tied, 0.0, 1.0)
   observed = np.bincount(np.minimum((u * BINS).astype(int), BINS - 1), minlength=BINS)
-  statistic = float(((observed - count / BINS) ** 2).sum() / (count / BINS))
+  statistic = fit(observed, np.full(BINS, 1 / BINS)).chi_square
   exact = float(scipy.stats.chi2.sf(statistic, BINS - 1))
   allowed = count * drift**2
   tolerant = float(scipy.stats.ncx2.sf(statistic, BINS - 1, allowed)) if allowed > 0 else exact

@@ -17,7 +17,7 @@ from specjax.audit import battery, ragged, rounds
 from specjax.audit.battery import VOCAB
 from specjax.audit.engine import Engine
 from specjax.audit.exact import Fit, compare, fit
-from specjax.audit.ragged import GAMMA, fresh_laws
+from specjax.audit.ragged import GAMMA
 from specjax.audit.rounds import KEPT, Kept, combine
 from specjax.draft import ModelDrafter
 from specjax.models import tabular
@@ -104,7 +104,7 @@ def closed_form(case: battery.Scenario, kept: Kept) -> tuple[float, ...]:
   settings = battery.WARPS[case.warp].per_row(len(paths))
   first = len(case.prompt) - 1
   p, q = (
-    np.exp(np.asarray(fresh_laws(model.model(), text, settings), np.float64))[:, first : first + GAMMA]
+    np.exp(np.asarray(tabular.laws(model.model(), text, settings), np.float64))[:, first : first + GAMMA]
     for model in case.languages()
   )
   out = []

@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from specjax import warp
 from specjax.draft.base import Context, DraftState, Proposal
-from specjax.language_model import LanguageModel, prefill, run, take_window
+from specjax.language_model import LanguageModel, fit_vocabulary, prefill, run, take_window
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +37,7 @@ class ModelDrafter:
     logits = jnp.where(last[:, None] == 0, logits[:, 0], logits[:, 1])
 
     def draw(logits: Array, index: Array) -> tuple[Array, Array]:
-      log_q = warp.log_probs(self._fit(logits, context.vocab_size), context.warp)
+      log_q = warp.log_probs(fit_vocabulary(logits, context.vocab_size), context.warp)
       return context.draw(index, log_q), log_q
 
     def extend(carry, index: Array):
@@ -54,9 +54,3 @@ class ModelDrafter:
       num_drafted=jnp.full_like(context.length, num_draft_tokens),
       state=cache,
     )
-
-  @staticmethod
-  def _fit(logits: Array, vocab_size: int) -> Array:
-    """Cuts or pads logits[B, V_draft] to the target's vocabulary."""
-    logits = logits[:, :vocab_size]
-    return jnp.pad(logits, ((0, 0), (0, vocab_size - logits.shape[1])), constant_values=-jnp.inf)

@@ -141,7 +141,8 @@ def law(
     raise ValueError(f"prompt={prompt} must hold one token or more, of 0 to {model.vocab_size - 1}.")
   ends = sequences(model.vocab_size, length)
   tokens = jnp.concatenate([jnp.tile(jnp.asarray(prompt, jnp.int32), (len(ends), 1)), ends], axis=1)
-  log_p = np.asarray(_scores(model, tokens, warp.per_row(len(ends))), np.float64)[:, len(prompt) - 1 :]
+  log_p = laws(model, tokens, warp.per_row(len(ends)))[:, len(prompt) - 1 : -1]
+  log_p = np.asarray(jnp.take_along_axis(log_p, ends[..., None], axis=-1)[..., 0], np.float64)
   probabilities: dict[tuple[int, ...], float] = {}
   for row, steps in zip(ends, log_p, strict=True):
     stops = np.flatnonzero(np.isin(row, list(stop_ids)))
@@ -153,9 +154,8 @@ def law(
 
 
 @jax.jit
-def _scores(model: LanguageModel, tokens: Array, warp: Warp) -> Array:
-  """Teacher-forced log p of tokens[:, 1:], float32[N, L-1]."""
+def laws(model: LanguageModel, tokens: Array, warp: Warp) -> Array:
+  """log p float32[B, L, V]: the warped law behind every token of tokens[B, L], by one pass over the whole text."""
   cache = model.init_cache(model.params, *tokens.shape)
-  start = jnp.zeros(tokens.shape[0], jnp.int32)
-  logits, _ = model.apply(model.params, tokens, cache, start)
-  return jnp.take_along_axis(log_probs(logits, warp)[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+  logits, _ = model.apply(model.params, tokens, cache, jnp.zeros(tokens.shape[0], jnp.int32))
+  return log_probs(logits, warp)

@@ -1,6 +1,6 @@
 """Prompts from public data: Python functions to complete (HumanEval) and encyclopedia text to continue (Wikipedia).
 
-This module applies no chat template, makes no tokens and scores no answers.
+This module applies no chat template, encodes no text and scores no answers.
 """
 
 import dataclasses
@@ -8,6 +8,9 @@ import gzip
 import hashlib
 import json
 import re
+from collections.abc import Sequence
+
+import numpy as np
 
 from specjax.fetch import HUMAN_EVAL, WIKIPEDIA, fetch
 
@@ -23,6 +26,18 @@ class Prompt:
   name: str  # "HumanEval/0", or the title of the article
   source: str  # "humaneval" or "wikipedia"
   text: str
+
+
+def right_padded(rows: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+  """Rows of ids as `specjax.sample` takes them: tokens int32[B, width], 0 behind each row, and lengths int32[B].
+
+  width: default: of the longest row.
+  """
+  lengths = np.array([len(row) for row in rows], np.int32)
+  tokens = np.zeros((len(rows), lengths.max() if width is None else width), np.int32)
+  for to, row in zip(tokens, rows, strict=True):
+    to[: len(row)] = row
+  return tokens, lengths
 
 
 def prompts(source: str, count: int, seed: int = 0) -> list[Prompt]:

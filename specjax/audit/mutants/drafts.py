@@ -55,11 +55,11 @@ class RiggedContext(Context):
   )
 
   def draw(self, index: Array | int, log_q: Array) -> Array:
-    return self.rigged_draw(_plain(self), index, log_q)
+    return self.rigged_draw(Context(**_fields(self)), index, log_q)
 
 
-def _plain(context: Context) -> Context:
-  return Context(**{field.name: getattr(context, field.name) for field in dataclasses.fields(Context)})
+def _fields(context: Context) -> dict[str, Any]:
+  return {field.name: getattr(context, field.name) for field in dataclasses.fields(Context)}
 
 
 def draws(rigged_draw: Callable[[Context, Any, Array], Array]) -> Rig:
@@ -67,8 +67,7 @@ def draws(rigged_draw: Callable[[Context, Any, Array], Array]) -> Rig:
 
   def rig(inner: Drafter, state: DraftState, context: Context, gamma: int, asked: Warp) -> Proposal:
     del asked
-    fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(Context)}
-    return inner.propose(state, RiggedContext(**fields, rigged_draw=rigged_draw), gamma)
+    return inner.propose(state, RiggedContext(**_fields(context), rigged_draw=rigged_draw), gamma)
 
   return rig
 

@@ -37,12 +37,13 @@ def mass_left(p: Array, q: Array) -> Array:
   return jnp.maximum(p - q, 0.0)
 
 
-def residual_weights(mass: Callable[[Array, Array], Array]) -> Callable[..., Array]:
-  """Log-weights of `mass(p, q)` at the rejected draft, of p where it is empty, and of p behind the last draft."""
+def residual_weights(mass: Callable[[Array, Array], Array], guarded: bool = True) -> Callable[..., Array]:
+  """Log-weights of `mass(p, q)` at the rejected draft, or of p: behind the last draft, and where guarded and empty."""
 
   def weights(log_p: Array, log_q: Array, drafts: Array, n: Array, num_drafted: Array) -> Array:
     left = mass(jnp.exp(log_p[n]), jnp.exp(log_q[jnp.minimum(n, len(drafts) - 1)]))
-    return jnp.where((n < num_drafted) & (left.sum() > 0), jnp.log(left), log_p[n])
+    rejected = (n < num_drafted) & (left.sum() > 0) if guarded else n < num_drafted
+    return jnp.where(rejected, jnp.log(left), log_p[n])
 
   return weights
 
@@ -86,8 +87,7 @@ def _of_q(log_p, log_q, drafts, n, num_drafted):
 
 
 def _of_the_first_draft(log_p, log_q, drafts, n, num_drafted):
-  left = mass_left(jnp.exp(log_p[n]), jnp.exp(log_q[0]))
-  return jnp.where((n < num_drafted) & (left.sum() > 0), jnp.log(left), log_p[n])
+  return residual_weights(mass_left)(log_p, jnp.broadcast_to(log_q[:1], log_q.shape), drafts, n, num_drafted)
 
 
 def _of_the_next_position(log_p, log_q, drafts, n, num_drafted):
@@ -104,16 +104,6 @@ def _without_the_rejected(log_p, log_q, drafts, n, num_drafted):
 def _bonus_of_q(log_p, log_q, drafts, n, num_drafted):
   right = residual_weights(mass_left)(log_p, log_q, drafts, n, num_drafted)
   return jnp.where((n == num_drafted) & (n > 0), log_q[jnp.maximum(n - 1, 0)], right)
-
-
-def _unguarded(mass: Callable[[Array, Array], Array]) -> Callable[..., Array]:
-  """The residual's weights even where it is empty."""
-
-  def weights(log_p, log_q, drafts, n, num_drafted):
-    left = mass(jnp.exp(log_p[n]), jnp.exp(log_q[jnp.minimum(n, len(drafts) - 1)]))
-    return jnp.where(n < num_drafted, jnp.log(left), log_p[n])
-
-  return weights
 
 
 def _draw_unnormalised(key: Array, log_weights: Array, n: Array) -> Array:
@@ -216,10 +206,11 @@ MUTANTS = (
   _mutant("residual of the next position", "takes p one position too late", assemble(weights=_of_the_next_position)),
   _mutant("residual without the rejected token", "zeroes that token alone, though q is soft",
           assemble(weights=_without_the_rejected)),
-  _mutant("empty residual not seen", "draws from no mass where p = q", assemble(weights=_unguarded(mass_left)), EMPTY,
-          visible=False),
+  _mutant("empty residual not seen", "draws from no mass where p = q",
+          assemble(weights=residual_weights(mass_left, guarded=False)), EMPTY, visible=False),
   _mutant("epsilon in the residual", "adds 1e-10 to every lane, also those of no token",
-          assemble(weights=_unguarded(lambda p, q: mass_left(p, q) + 1e-10)), EMPTY, visible=False),
+          assemble(weights=residual_weights(lambda p, q: mass_left(p, q) + 1e-10, guarded=False)), EMPTY,
+          visible=False),
   _mutant("bonus from q", "draws from the last draft's q after full acceptance", assemble(weights=_bonus_of_q)),
   _mutant("bonus skipped", "emits no token behind a fully accepted block", _without_bonus, "own draft", visible=False),
   _mutant("one u for all positions", "tests every draft of a round with the same u", assemble(uniforms=_one_uniform)),
