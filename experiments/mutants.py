@@ -122,7 +122,7 @@ class Lab:
     return cls(config, target, flatter(target), cut, tuple(tokenizer.eos_ids))
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
-    """Generates batch by batch, audits all so far, until the audit says that there is a fault.
+    """Generates, audits all so far, and doubles it, until the audit says that there is a fault.
 
     Returns "needed": the tokens after which the e-process crossed its level, or all where another test was first; None
     if nothing was found. "tokens": how many there were.
@@ -130,8 +130,9 @@ class Lab:
     samples: list[Samples] = []
     warps: list[Warp] = []
     while True:
-      batch, warp = self.generate(mutant.engine, len(samples))
-      samples, warps = [*samples, batch], [*warps, warp]
+      for _ in range(max(1, len(samples))):
+        batch, warp = self.generate(mutant.engine, len(samples))
+        samples, warps = [*samples, batch], [*warps, warp]
       text = Samples.concatenate(samples)
       found = audit(
         self.target,

@@ -5,7 +5,6 @@ before, between and after. It is called like `specjax.sample`, and so may be com
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,29 +94,36 @@ class Engine:
     limits = np.asarray(max_new_tokens, np.int32)
     asked = warp.per_row(batch)
     state = _begin(
-      self.models, self.begin, target, drafter, asked, prompts, lengths.astype(np.int32), limits, key,
+      target, self.models, self.begin, drafter, asked, prompts, lengths.astype(np.int32), limits, key,
       max_length=max_length, **static,
     )  # fmt: skip
     rounds = []
     while not state.finished.all():
-      state, info = _step(self.models, self.rule, self.after, target, drafter, asked, state)
+      state, info = _step(target, self.models, self.rule, self.after, drafter, asked, state)
       rounds.append(jax.device_get(info))
     result = jax.device_get(state.result().cut(width + int(limits.max())))
     return Trace(self.report(result), rounds)
 
 
-# Compiling takes longer than running. What a function does not read is not among its arguments, so that engines that
-# differ there share a program.
-OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
+def _jit(**settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """jax.jit of a function of the target first. On a toy, where compiling takes longer than running, done in haste."""
+
+  def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    usual = jax.jit(function, **settings)
+    hasty = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **settings)
+
+    def call(target: LanguageModel, *arguments: Any, **named: Any) -> Any:
+      size = sum(leaf.size for leaf in jax.tree.leaves(target.params))
+      return (hasty if size < 2**16 else usual)(target, *arguments, **named)
+
+    return call
+
+  return decorate
 
 
-@functools.partial(
-  jax.jit,
-  static_argnums=(0, 1),
-  static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk"),
-  compiler_options=OPTIONS,
-)
-def _begin(models, begin, target, drafter, warp, prompts, lengths, max_new_tokens, key, **static) -> SpecState:
+# What a function does not read is not among its arguments, so that engines that differ there share a program.
+@_jit(static_argnums=(1, 2), static_argnames=("num_draft_tokens", "eos_id", "max_length", "prefill_chunk"))
+def _begin(target, models, begin, drafter, warp, prompts, lengths, max_new_tokens, key, **static) -> SpecState:
   target, drafter, warp = models(target, drafter, warp)
   state = sampler.init(
     target, drafter, prompts, key=key, prompt_lengths=lengths, max_new_tokens=max_new_tokens, warp=warp, **static
@@ -125,8 +131,8 @@ def _begin(models, begin, target, drafter, warp, prompts, lengths, max_new_token
   return begin(state, target)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=OPTIONS)
-def _step(models, rule, after, target, drafter, warp, state: SpecState) -> tuple[SpecState, RoundInfo]:
+@_jit(static_argnums=(1, 2, 3))
+def _step(target, models, rule, after, drafter, warp, state: SpecState) -> tuple[SpecState, RoundInfo]:
   target, drafter, _ = models(target, drafter, warp)
   new, info = sampler.step(state, target, drafter, verifier=rule)
   return after(state, new, info), info

@@ -189,22 +189,34 @@ def _score_batch(target: LanguageModel, draft: LanguageModel | None, batch: Batc
     )
     return scores, cache, draft_cache
 
-  caches = [() if model is None else model.init_cache(model.params, rows, slots) for model in (target, draft)]
+  caches = tuple(() if model is None else model.init_cache(model.params, rows, slots) for model in (target, draft))
   shapes = jax.eval_shape(one_chunk, jnp.int32(0), batch.tokens[:, :CHUNK], *caches)[0]
   # Entry t of a pass is of the token behind position t, so that what is kept for token t + 1 starts one slot further.
   out = jax.tree.map(lambda leaf: jnp.zeros((rows, slots + 1), leaf.dtype), shapes)
 
+  def chunk(index: Array) -> Array:
+    return lax.dynamic_slice_in_dim(batch.tokens, index * CHUNK, CHUNK, axis=1)
+
+  def read(carry):
+    index, *caches = carry
+    start = jnp.full(rows, index * CHUNK, jnp.int32)
+    return index + 1, *(
+      cache if model is None else run(model, chunk(index), cache, start)[1]
+      for model, cache in zip((target, draft), caches, strict=True)
+    )
+
+  # Chunks of prompts alone need no law, whose work is as much as that of all layers.
+  begin = (batch.first.min() - 1) // CHUNK
+  _, *caches = lax.while_loop(lambda carry: carry[0] < begin, read, (jnp.int32(0), *caches))
+
   def body(carry):
     index, out, cache, draft_cache = carry
-    tokens = lax.dynamic_slice_in_dim(batch.tokens, index * CHUNK, CHUNK, axis=1)
-    scores, cache, draft_cache = one_chunk(index, tokens, cache, draft_cache)
-    at = index * CHUNK + 1
+    scores, cache, draft_cache = one_chunk(index, chunk(index), cache, draft_cache)
+    at = index * CHUNK
     out = jax.tree.map(lambda to, new: lax.dynamic_update_slice_in_dim(to, new, at, axis=1), out, scores)
     return index + 1, out, cache, draft_cache
 
-  _, out, _, _ = lax.while_loop(
-    lambda carry: carry[0] * CHUNK < batch.lengths.max() - 1, body, (jnp.int32(0), out, *caches)
-  )
+  _, out, _, _ = lax.while_loop(lambda carry: carry[0] * CHUNK < batch.lengths.max() - 1, body, (begin, out, *caches))
   return out
 
 
