@@ -2,10 +2,11 @@
 
   python -m experiments.who_was_right --config=configs/who_was_right.py
 
-The engines are speculative samplers of one model: a correct one; one that mixes up the positions of a batch; one that
-computes in bfloat16; one whose acceptance is lenient. All write other text than plain decoding does under the same
-keys, so that a difference in text says nothing; the audit tells them apart from tokens alone. Results go to
-experiments/results/who_was_right: results.json and who_was_right.png. A run that was interrupted goes on where it was.
+The engines are speculative samplers of one model: a correct one; one whose batch keeps one cache position for all its
+rows; one that computes in bfloat16; one whose acceptance is lenient. All write other text than plain decoding does
+under the same keys, so that a difference in text says nothing; the audit tells them apart from tokens alone. Results go
+to experiments/results/who_was_right: results.json and who_was_right.png. A run that was interrupted goes on where it
+was.
 
 In a notebook: `results = who_was_right.run(get_config())`.
 """
@@ -25,13 +26,15 @@ import tqdm
 import specjax
 from experiments import report
 from specjax.audit import Samples, audit
-from specjax.language_model import Cache, LanguageModel, Params
+from specjax.audit.mutants import MUTANTS
+from specjax.checks import slots
+from specjax.language_model import LanguageModel
 from specjax.tasks.prompts import prompts, right_padded
 
 PLAIN = "plain"
 ENGINES = {
   "correct": "speculative, token verification",
-  "batching fault": "rows behind the first work one position early",
+  "batching fault": "all rows of a batch advance by the most accepted drafts",
   "bfloat16": "the correct sampler, computed in bfloat16",
   "lenient rule": "accepts drafts that it should reject",
 }
@@ -48,7 +51,7 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   with tqdm.tqdm(total=2 * len(ENGINES) + 1, desc="Sampling", unit="step", disable=None) as bar:
     for name in (PLAIN, *ENGINES):
       bar.set_description(f"Sampling: {name}")
-      kept.item(name, lambda name=name: _generate(_engine(name, target, config), batch, config))
+      kept.item(name, lambda name=name: _generate(_engine(name, target, config), batch, tokenizer.eos_ids, config))
       bar.update()
     for name in ENGINES:
       bar.set_description(f"Auditing: {name}")
@@ -89,27 +92,16 @@ def _engine(name: str, target: LanguageModel, config: ml_collections.ConfigDict)
   if name == "correct":
     return functools.partial(speculative, target, drafter)
   if name == "batching fault":
-    return functools.partial(speculative, one_position_early(target), drafter)
+    (fault,) = (mutant for mutant in MUTANTS if mutant.name == "rows advance by the most accepted")
+    return functools.partial(fault.engine, target, drafter, num_draft_tokens=config.gamma)
   if name == "bfloat16":
     return functools.partial(speculative, specjax.load_model(config.model, dtype=jnp.bfloat16), drafter)
   return functools.partial(speculative, target, drafter, verifier=specjax.verify.lenient(config.leniency))
 
 
-def one_position_early(model: LanguageModel) -> LanguageModel:
-  """The model, but rows behind the first lose a position: each pass starts one too early, over what the cache holds."""
-  return dataclasses.replace(model, apply=_apply_early(model.apply))
-
-
-@functools.cache  # equal functions for equal models: they are static
-def _apply_early(apply: Callable[..., Any]) -> Callable[..., Any]:
-  def faulty(params: Params, tokens: jax.Array, cache: Cache, start: jax.Array) -> tuple[jax.Array, Cache]:
-    early = jnp.minimum(jnp.arange(start.shape[0]), 1)
-    return apply(params, tokens, cache, jnp.maximum(start - early, 0))
-
-  return faulty
-
-
-def _generate(engine: Engine, batch: Batch, config: ml_collections.ConfigDict) -> dict[str, Any]:
+def _generate(
+  engine: Engine, batch: Batch, eos_ids: Sequence[int], config: ml_collections.ConfigDict
+) -> dict[str, Any]:
   """All batches of one engine; every engine gets the same keys."""
   outputs = []
   for index in range(config.batches):
@@ -118,7 +110,8 @@ def _generate(engine: Engine, batch: Batch, config: ml_collections.ConfigDict) -
       prompt_lengths=batch.lengths,
       key=jax.random.fold_in(jax.random.key(config.seed), index),
       max_new_tokens=config.max_new_tokens,
-      max_length=256,
+      max_length=slots(batch.tokens.shape[1], batch.tokens.shape[1] + config.max_new_tokens, config.gamma),
+      eos_id=tuple(eos_ids) or None,
     )
     outputs.append(jax.device_get(result))
   rows = [

@@ -96,6 +96,7 @@ def models(target: LanguageModel, drafter: Any, num_draft_tokens: int) -> Any:
       f"target must be a specjax.LanguageModel, got {type(target).__name__}. Use specjax.load_model(...), or build one."
     )
   _leaves("target", target)
+  count("target.vocab_size", target.vocab_size, 1)
   if num_draft_tokens == 0:
     return None
   _drafter(target, drafter)
@@ -162,8 +163,11 @@ def warp_settings(warp: Warp, batch: int) -> Warp:
       fields[name] = jnp.broadcast_to(value.astype(field_dtype), (batch,))
       continue
     given = np.atleast_1d(np.asarray(value))
-    with np.errstate(over="ignore"):  # judged as the program will see it
-      values = given if name == "top_k" else given.astype(np.float32)
+    try:
+      with np.errstate(over="ignore"):  # judged as the program will see it
+        values = given if name == "top_k" else given.astype(np.float32)
+    except OverflowError as error:
+      raise ValueError(f"warp.{name} holds an int beyond any float; it must be {words}.") from error
     bad = np.flatnonzero(np.logical_not(is_allowed(values)))
     if bad.size:
       raise ValueError(f"warp.{name}={given[bad[0]]}{_at_row(bad[0], given)}; it must be {words}.")
@@ -198,7 +202,10 @@ def _drafter(target: LanguageModel, drafter: Any) -> None:
       f"specjax.ModelDrafter(...), or num_draft_tokens=0 for plain sampling.{hint}"
     )
   _leaves("drafter", drafter)
+  if getattr(drafter, "model", drafter) is None:  # no leaf
+    raise TypeError(f"{type(drafter).__name__}.model is None; it must be a specjax.LanguageModel: load it first.")
   for _, draft in _models(target, drafter)[1:]:
+    count("the draft model's vocab_size", draft.vocab_size, 1)
     if not vocabularies_match(draft.vocab_size, target.vocab_size):
       raise ValueError(
         f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}: they must share a tokenizer "

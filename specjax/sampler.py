@@ -131,10 +131,13 @@ def step(
   state: of `init` with the same target and drafter, or of a `step`. verifier: static, a name or a function.
   Returns the state and what happened: see `RoundInfo`.
 
-  Raises TypeError or ValueError, while it is traced, for a model, a drafter or a rule that returns other types than it
-  must. Values can't be looked at then, but a wrong one shows as a NaN in `logprobs`: where `num_accepted` is outside
-  0..`num_drafted` no draft is kept and `next_token` is emitted so marked; one outside the vocabulary is marked, too.
+  Raises TypeError or ValueError, while it is traced, for a state that is none, and for a model, a drafter or a rule
+  that returns other types than it must. Values can't be looked at then, but a wrong one shows as a NaN in `logprobs`:
+  where `num_accepted` is outside 0..`num_drafted` no draft is kept and `next_token` is emitted so marked; one outside
+  the vocabulary is marked, too.
   """
+  if not isinstance(state, SpecState):
+    raise TypeError(f"state must be a specjax.SpecState, got {type(state).__name__}: make one with specjax.init(...).")
   gamma = state.tested.shape[1]
   proposer, rule = checks.models(target, drafter, gamma), verify.get(verifier)
   proposal = _draft(state, target, proposer, gamma, rule)

@@ -160,6 +160,7 @@ WARP_ERRORS = [
   ("temperature", float("nan"), ValueError, ["nan", "finite"]),
   ("temperature", float("inf"), ValueError, ["inf", "finite"]),
   ("temperature", 1e39, ValueError, ["1e+39", "float32"]),  # infinite in float32
+  ("temperature", 10**400, ValueError, ["beyond any float", "finite"]),
   ("temperature", np.array([1.0, np.nan]), ValueError, ["nan at row 1", "finite"]),
   ("temperature", jnp.array([-0.5, 1.0]), ValueError, ["-0.5 at row 0", ">= 0"]),
   ("temperature", True, TypeError, ["bool", "float32"]),
@@ -223,7 +224,14 @@ def test_a_target_that_is_no_pytree_of_arrays(monkeypatch):
   refuse(monkeypatch, TypeError, ["target", "'model.gguf'", "arrays"], target=target)
 
 
+@pytest.mark.parametrize(("size", "error"), [(5.0, TypeError), (0, ValueError), (True, TypeError)])
+def test_a_vocabulary_of_no_size(monkeypatch, size, error):
+  refuse(monkeypatch, error, ["target.vocab_size", str(size)], target=untraceable(size))
+
+
 DRAFTER_ERRORS = {
+  "a model of None": (specjax.ModelDrafter(None), TypeError, ["ModelDrafter.model", "load it first"]),  # type: ignore
+  "a vocabulary of 5.0": (specjax.ModelDrafter(untraceable(5.0)), TypeError, ["draft model's vocab_size", "5.0"]),
   "none": (None, TypeError, ["NoneType", "NGramDrafter", "num_draft_tokens=0"]),
   "a model": (untraceable(), TypeError, ["LanguageModel", "specjax.ModelDrafter(model)"]),
   "a name": ("ngram", TypeError, ["str", "NGramDrafter"]),
@@ -420,6 +428,8 @@ def test_what_step_refuses():
     with pytest.raises(error) as raised:
       one_step(**changes)
     assert all(word in str(raised.value) for word in words), raised.value
+  with pytest.raises(TypeError, match=r"state must be .*SpecState, got NoneType.*specjax\.init"):
+    specjax.step(None, untraceable(), None)  # type: ignore
 
 
 def test_a_model_is_shown_by_its_sizes():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from specjax import sampler, verify
+from specjax import checks, sampler, verify
 from specjax.audit.exact import Fit, Outcome, compare
 from specjax.draft import ModelDrafter, NGramDrafter
 from specjax.language_model import LanguageModel
@@ -226,6 +226,7 @@ def check_rule(rule: str | Verifier, *, rows: int = 200_000, seed: int = 0, leve
   rule: a name, or a function as `sample(verifier=...)` takes it. rows: generations a program; there are three, with
   blocks of one and three model drafts and of two n-gram drafts. Takes less than a minute on two cores.
   """
+  checks.count("rows", rows, 1)
   start, checked = time.perf_counter(), verify.get(rule)
   found = {}
   for gamma, one_hot in tqdm.tqdm(PROGRAMS, desc="Checking the rule", leave=False, disable=None):

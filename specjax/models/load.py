@@ -45,7 +45,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> pa
   if text in NAMED:
     return fetch(NAMED[text])
   path = pathlib.Path(text).expanduser()
-  if path.exists():
+  if text and path.exists():  # "" would be the current directory
     return path
   if _REPOSITORY_ID.fullmatch(text):
     return _download_repository(text, weights)

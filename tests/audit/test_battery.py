@@ -45,6 +45,11 @@ def test_check_rule_says_yes_to_the_token_rule():
     assert sum(fit.observations for fit in fits.values()) == pytest.approx(ROWS, abs=60)
 
 
+def test_check_rule_takes_a_number_of_rows():
+  with pytest.raises(ValueError, match="rows=-5 must be at least 1"):
+    battery.check_rule("token", rows=-5)
+
+
 def test_scenarios_cover_pairs_warps_prompts_and_stops():
   cases = battery.scenarios()
   assert {(case.pair, case.warp) for case in cases} == {(p, w) for p in battery.PAIRS for w in battery.WARPS}

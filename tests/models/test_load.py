@@ -56,7 +56,7 @@ def test_paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
   assert resolve("~/org") == tmp_path / "org"
 
 
-@pytest.mark.parametrize("name", ["smollm3", "no/such/path", "./no/path", "/no/path", "no/such.gguf", "../x"])
+@pytest.mark.parametrize("name", ["", "smollm3", "no/such/path", "./no/path", "/no/path", "no/such.gguf", "../x"])
 def test_unknown_names_list_the_known(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.chdir(tmp_path)
   for function in (load_model, load_tokenizer):
