@@ -212,7 +212,7 @@ def _score_batch(target: LanguageModel, draft: LanguageModel | None, batch: Batc
   def body(carry):
     index, out, cache, draft_cache = carry
     scores, cache, draft_cache = one_chunk(index, chunk(index), cache, draft_cache)
-    at = index * CHUNK
+    at = index * CHUNK + 1
     out = jax.tree.map(lambda to, new: lax.dynamic_update_slice_in_dim(to, new, at, axis=1), out, scores)
     return index + 1, out, cache, draft_cache
 
