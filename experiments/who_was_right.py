@@ -156,7 +156,8 @@ def _summarise(items: Mapping[str, Any], name: str, tokenizer) -> dict[str, Any]
 def _repeated(rows: Sequence[Sequence[int]], n: int = 3) -> float:
   """Share of n-grams that occurred before in their own generation: the commonest form of poor text."""
   grams = [[tuple(row[i : i + n]) for i in range(len(row) - n + 1)] for row in rows]
-  return 1 - sum(len(set(row)) for row in grams) / max(1, sum(map(len, grams)))
+  count = sum(map(len, grams))
+  return (count - sum(len(set(row)) for row in grams)) / max(1, count)
 
 
 def _show(summary: Mapping[str, Any]) -> None:
@@ -204,7 +205,7 @@ def save_figure(items: Mapping[str, Any], summary: Mapping[str, Any], config, pa
   left.set_title("Evidence against the engine")
   left.set_xlabel("tokens seen")
   left.set_ylabel("log10 of the bets' capital")
-  left.legend(loc="center right", fontsize=10)
+  left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=11)
   scores = [test["name"] for test in items[f"audit of {next(iter(summary))}"]["tests"]]
   for index, name in enumerate(summary):
     tests = {test["name"]: test["z"] for test in items[f"audit of {name}"]["tests"]}
