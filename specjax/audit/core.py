@@ -120,6 +120,7 @@ def judge(
       behind_stop=_behind_stop(samples, stop_ids),
       evidence=stats.evidence(moments, alpha, noise.drift) if inside.any() else None,
       logprobs=_logprobs(samples, scores, noise),
+      draft_logprobs_off=_draft_logprobs_off(samples, scores, noise),
       from_text=samples.from_text,
       greedy=greedy,
       alpha=alpha,
@@ -231,18 +232,27 @@ def _logprobs(samples: Samples, scores: Scores, noise: Noise) -> LogprobCheck | 
     return None
   given = np.concatenate(samples.logprobs)
   tolerance = max(noise.logits, 1e-3)
-
-  def off(values: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):
-      differences = np.abs(given - values)
-    return float(np.mean(~(differences <= tolerance)))  # NaN is off, too
-
   return LogprobCheck(
-    off_warped=off(scores.log_p),
-    off_raw=off(scores.raw_log_p),
+    off_warped=_off(given, scores.log_p, tolerance),
+    off_raw=_off(given, scores.raw_log_p, tolerance),
     all_equal=bool(len(given) > 1 and np.ptp(given) == 0),
     tolerance=tolerance,
   )
+
+
+def _draft_logprobs_off(samples: Samples, scores: Scores, noise: Noise) -> float | None:
+  """Share of the draft log-probabilities that are not those of the draft model; None without anything to compare."""
+  if samples.draft_logprobs is None or scores.log_q is None:
+    return None
+  given = np.concatenate(samples.draft_logprobs)
+  drafted = ~np.isnan(given)  # NaN says that there was no draft
+  return _off(given[drafted], scores.log_q[drafted], max(noise.logits, 1e-3)) if drafted.any() else None
+
+
+def _off(given: np.ndarray, computed: np.ndarray, tolerance: float) -> float:
+  with np.errstate(invalid="ignore"):
+    differences = np.abs(given - computed)
+  return float(np.mean(~(differences <= tolerance)))  # NaN is off, too
 
 
 def _rule_tests(samples: Samples, scores: Scores, noise: Noise, alpha: float, power: float) -> list[stats.Test]:

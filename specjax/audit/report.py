@@ -82,6 +82,7 @@ class Report:
     surprise: a relative error of e in the temperature moves the mean surprise by about e times this.
   rule_tests: of token verification's own laws; no evidence against the text.
   parts, contrast: where. support, behind_stop: what can't be. evidence: the e-process. logprobs: of the engine.
+  draft_logprobs_off: share of the engine's draft log-probabilities that are not the draft model's; like `rule_tests`.
   """
 
   ok: bool | None
@@ -100,6 +101,7 @@ class Report:
   behind_stop: int
   evidence: Evidence | None
   logprobs: LogprobCheck | None
+  draft_logprobs_off: float | None
   from_text: bool
   greedy: bool
   alpha: float
@@ -226,6 +228,11 @@ def _notes(report: Report) -> list[str]:
     what = "are not the argmax" if report.greedy else "lie outside the support"
     out.append(
       f"{support.outside} tokens {what}, by at most {support.largest_margin:.2g} logits: numerics can do that."
+    )
+  if (report.draft_logprobs_off or 0) > 0.01:
+    out.append(
+      f"{100 * report.draft_logprobs_off:.0f} % of the engine's draft log-probabilities are not those of this draft "
+      "model under the warp: it drafts from another law than it was said to."
     )
   for test in report.rule_tests:
     if test.adjusted <= report.alpha:

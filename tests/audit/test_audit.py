@@ -176,6 +176,21 @@ def test_an_engine_s_own_logprobs():
   assert "are those without the warp" in hot.verdict
 
 
+def test_an_engine_s_own_draft_logprobs():
+  made = samples()
+  text = jnp.array([[*prompt, *tokens] for prompt, tokens in zip(made.prompts, made.tokens, strict=True)])
+  laws = np.asarray(tabular.laws(draft(), text, specjax.Warp()))[:, len(engines.PROMPT) - 1 : -1]
+  right = np.take_along_axis(laws, np.stack(made.tokens)[..., None], axis=-1)[..., 0]
+  right[:, ::3] = np.nan  # no draft there
+  stated = dataclasses.replace(made, draft_logprobs=list(right))
+  assert run(stated).draft_logprobs_off == 0
+  assert run(stated, draft=None).draft_logprobs_off is None
+  assert run(made).draft_logprobs_off is None
+  colder = run(dataclasses.replace(made, draft_logprobs=list(0.9 * right)))
+  assert colder.ok is True  # the text is right
+  assert "draft log-probabilities are not those" in colder.verdict
+
+
 def test_too_few_tokens():
   report = run(part(samples(), slice(0, 2)))
   assert report.ok is None
