@@ -1,5 +1,18 @@
 """The same tokens through different computation graphs: what each does to the logits, and that to the text."""
 
+from specjax.numerics.compare import Comparison, Identical, Interval, Summary, compare
 from specjax.numerics.graphs import REFERENCE, Graph, logits, unavailable
+from specjax.numerics.measure import Measurement
 
-__all__ = ["REFERENCE", "Graph", "logits", "unavailable"]
+__all__ = [
+  "REFERENCE",
+  "Comparison",
+  "Graph",
+  "Identical",
+  "Interval",
+  "Measurement",
+  "Summary",
+  "compare",
+  "logits",
+  "unavailable",
+]

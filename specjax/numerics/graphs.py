@@ -213,6 +213,14 @@ def prepare(model: LanguageModel, graph: Graph) -> LanguageModel:
   return model
 
 
+def form(model: LanguageModel) -> dict[str, Any]:
+  """What a decoder does on the axes that a graph leaves to it; empty for another model."""
+  if not isinstance(model.apply, Apply):
+    return {}
+  dtype = str(model.params["embed"]["weight"].dtype)
+  return {"weights": dtype, "activations": dtype, **dataclasses.asdict(model.apply.options)}
+
+
 def _round(leaf: Array, dtype: str) -> Array:
   return leaf.astype(dtype).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
