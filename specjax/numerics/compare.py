@@ -12,9 +12,9 @@ import scipy.stats
 import tqdm
 
 from specjax.language_model import LanguageModel
-from specjax.numerics.graphs import REFERENCE, Graph, check_tokens, feed, form, prepare, unavailable
+from specjax.numerics.graphs import REFERENCE, Graph, check_tokens, feed, first_line, form, prepare, unavailable
 from specjax.numerics.measure import Measurement, collect, difference, measure
-from specjax.numerics.same import why_identical
+from specjax.numerics.same import Identical, identical
 
 BLOCK = 16  # positions that are resampled together
 CONTEXTS = 8  # from so many contexts on, whole contexts are
@@ -40,13 +40,6 @@ class Summary:
   support: Interval  # share of positions whose top-p support changed
   at_risk: Interval  # share whose margin in the reference is at most twice the largest error there: others can't flip
   bits: float
-
-
-class Identical(NamedTuple):
-  """Graphs that gave the same bits at every position; `reason` is None where it is not known why."""
-
-  graphs: tuple[str, ...]
-  reason: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +85,13 @@ class Comparison:
     )
 
   def identical(self) -> list[Identical]:
-    """Groups of two graphs or more with the same bits everywhere, the reference included where it is in one."""
+    """Groups of two graphs or more with the same bits everywhere, the the reference included where it is in one, and why."""
     groups: dict[bytes, list[Graph]] = {}
     for found in [self.reference, *self.measured.values()]:
       members = groups.setdefault(found.digest.tobytes(), [])
       if found.graph not in members:
         members.append(found.graph)
-    return [
-      Identical(tuple(map(str, members)), why_identical(members, self.form, self.backend))
-      for members in groups.values()
-      if len(members) > 1
-    ]
+    return [identical(members, self.form, self.backend) for members in groups.values() if len(members) > 1]
 
   def differences(self) -> tuple[list[str], np.ndarray]:
     """Names, the reference's first, and float64[n, n]: RMS difference of two graphs' logits, 0 for equal bits.
@@ -147,24 +136,13 @@ def compare(
     raise ValueError(f"the graph {twice} is given {graphs.count(twice)} times.")
   if not 0 < top_p < 1:
     raise ValueError(f"top_p={top_p} must be above 0 and below 1.")
-  longest = max(map(len, contexts))
-  if reason := unavailable(model, reference, longest):
+  if reason := unavailable(model, reference, max(map(len, contexts))):
     raise ValueError(f"the reference {reference} can't run here: {reason}.")
-  not_run = {str(graph): reason for graph in graphs if (reason := unavailable(model, graph, longest))}
-  measured = {}
-  runnable = [graph for graph in graphs if str(graph) not in not_run]
+  found: dict[str, Measurement | str] = {}
   with Reference(model, contexts, reference, top_p) as against:
-    for graph in tqdm.tqdm(runnable, desc="Comparing", unit="graph", leave=False, disable=None):
-      measured[str(graph)] = against.measure(graph)
-    return Comparison(
-      reference=against.itself(),
-      measured=measured,
-      not_run=not_run,
-      lengths=tuple(len(context) - 1 for context in contexts),
-      top_p=top_p,
-      form=form(model),
-      backend=jax.default_backend(),
-    )
+    for graph in tqdm.tqdm(graphs, desc="Comparing", unit="graph", leave=False, disable=None):
+      found[str(graph)] = against.measure(graph)
+    return against.comparison(found)
 
 
 class Reference:
@@ -191,16 +169,33 @@ class Reference:
     del self._logits
     self._folder.cleanup()
 
-  def measure(self, graph: Graph) -> Measurement:
-    """A graph that can run here against the reference."""
+  def measure(self, graph: Graph) -> Measurement | str:
+    """A graph against the reference; or, in words, why this machine can't run it."""
+    if reason := unavailable(self._model, graph, max(map(len, self._contexts))):
+      return reason
     prepared = prepare(self._model, graph)
     runs = (feed(prepared, graph, tokens) for tokens in self._contexts)
-    return measure(graph, runs, self._logits, top_p=self._top_p)
+    try:
+      return measure(graph, runs, self._logits, top_p=self._top_p)
+    except jax.errors.JaxRuntimeError as error:  # of some products XLA learns while it compiles that it has no code
+      return first_line(error)
 
-  def itself(self) -> Measurement:
+  def _itself(self) -> Measurement:
     """The reference against itself, from the file."""
     runs = ([(np.arange(len(logits)), logits)] for logits in self._logits)
     return measure(self._graph, runs, self._logits, top_p=self._top_p)
+
+  def comparison(self, found: Mapping[str, Measurement | str]) -> Comparison:
+    """Of what `measure` returned for each graph, by name."""
+    return Comparison(
+      reference=self._itself(),
+      measured={name: own for name, own in found.items() if not isinstance(own, str)},
+      not_run={name: own for name, own in found.items() if isinstance(own, str)},
+      lengths=tuple(len(context) - 1 for context in self._contexts),
+      top_p=self._top_p,
+      form=form(self._model),
+      backend=jax.default_backend(),
+    )
 
 
 def _dtype(graph: Graph) -> Any:

@@ -8,7 +8,7 @@ module compares nothing and draws no token.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -94,6 +94,11 @@ class Graph:
           f"{', '.join(others) or 'every other axis'} left alone."
         )
 
+  @classmethod
+  def of_plain(cls, values: Mapping[str, Any]) -> "Graph":
+    """From what `specjax.files.plain` made of one, or JSON."""
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
   def __str__(self) -> str:
     if self.activations == "float64":
       return "float64" + (f" of {self.weights} weights" if self.weights else "")
@@ -154,7 +159,10 @@ def check_tokens(model: LanguageModel, tokens: Any) -> np.ndarray:
 
 
 def unavailable(model: LanguageModel, graph: Graph, num_tokens: int, prompt_length: int = 1) -> str | None:
-  """Why this machine can't run `graph` for `model` over a context of `num_tokens`, in words; None if it can."""
+  """Why this machine can't run `graph` for `model` over a context of `num_tokens`, in words; None if nothing is known.
+
+  A backend may still refuse a product while a pass is compiled, or run out of memory; `compare` lists that, too.
+  """
   decoder = isinstance(model.apply, Apply)
   if graph.activations == "float64":
     if not decoder:
@@ -185,8 +193,13 @@ def _refused(dtype: str, precision: str | None) -> str | None:
     with _precision(precision):
       jax.block_until_ready(jax.jit(lambda x: jnp.dot(x, x.T))(jnp.ones((2, 8), dtype)))
   except Exception as error:  # jax, XLA and the backend all raise their own
-    return str(error).strip().splitlines()[0].rstrip(".")
+    return first_line(error)
   return None
+
+
+def first_line(error: Exception) -> str:
+  """What an error of jax says, as a reason."""
+  return str(error).strip().splitlines()[0].rstrip(".")
 
 
 def _precision(precision: str | None) -> contextlib.AbstractContextManager:

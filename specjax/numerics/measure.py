@@ -41,14 +41,13 @@ class Measurement:
   @classmethod
   def of_plain(cls, values: Mapping[str, Any]) -> "Measurement":
     """From what `specjax.files.plain` made of one, or JSON."""
-    graph = Graph(**{n: tuple(v) if isinstance(v, list) else v for n, v in values["graph"].items()})
     types = {"flip": bool, "support": np.int64, "digest": np.uint64}
     arrays = {
       f.name: np.asarray(values[f.name], types.get(f.name, np.float64))
       for f in dataclasses.fields(cls)
       if f.name != "graph"
     }
-    return cls(graph=graph, **arrays)
+    return cls(graph=Graph.of_plain(values["graph"]), **arrays)
 
 
 def measure(

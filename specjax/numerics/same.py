@@ -1,11 +1,12 @@
-"""Why graphs give the same bits, where that is known. A reason is given for what was found identical, and predicts nothing.
+"""Why graphs give the same bits, where that is known.
 
-What is said of XLA's CPU backend was read off its output, not its code.
+A reason is given for what was found identical, and predicts nothing. What is said of XLA's CPU backend was read off
+its output, not its code.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.models.ops import ATTENTION_BLOCK
 from specjax.numerics.graphs import Graph
@@ -13,20 +14,43 @@ from specjax.numerics.graphs import Graph
 _PASS = ("width", "padding", "batch")
 
 
-def why_identical(graphs: Sequence[Graph], form: Mapping[str, Any], backend: str) -> str | None:
-  """One reason for each axis in which these graphs differ, joined; None if one of them is not known.
+class Identical(NamedTuple):
+  """Graphs that gave the same bits at every position.
+
+  reasons: (graph, another one of these before it, why they must agree), where that is known; at most one a graph.
+  """
+
+  graphs: tuple[str, ...]
+  reasons: tuple[tuple[str, str, str], ...]
+
+
+def identical(graphs: Sequence[Graph], form: Mapping[str, Any], backend: str) -> Identical:
+  """Explains a group of graphs that were found identical, each by the one before it that it shares most axes with.
 
   form: of `graphs.form`, what the model does where an axis is None. backend: `jax.default_backend()`.
   """
-  graphs = [_resolved(graph, form) for graph in graphs]
-  names = [field.name for field in dataclasses.fields(Graph)]
-  axes = [name for name in names if len({getattr(graph, name) for graph in graphs}) > 1]
+  resolved = [_resolved(graph, form) for graph in graphs]
+  reasons = []
+  for i, graph in enumerate(resolved):
+    earlier = sorted(range(i), key=lambda j: len(_axes(graph, resolved[j])))
+    known = ((j, reason) for j in earlier if (reason := _why(graph, resolved[j], backend)))
+    if (first := next(known, None)) is not None:
+      reasons.append((str(graphs[i]), str(graphs[first[0]]), first[1]))
+  return Identical(tuple(map(str, graphs)), tuple(reasons))
+
+
+def _axes(a: Graph, b: Graph) -> list[str]:
+  """The axes in which two graphs differ."""
+  return [f.name for f in dataclasses.fields(Graph) if getattr(a, f.name) != getattr(b, f.name)]
+
+
+def _why(a: Graph, b: Graph, backend: str) -> str | None:
+  """One reason for each axis in which two graphs differ, joined; None if one of them is not known."""
+  axes = _axes(a, b)
   if not axes:
     return "the same computation by two names"
-  reasons = [_reason(axis, graphs) for axis in axes] if backend == "cpu" else []
-  if not reasons or None in reasons:
-    return None
-  return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+  reasons = [_reason(axis, (a, b)) for axis in axes] if backend == "cpu" else [None]
+  return None if None in reasons else "; ".join(dict.fromkeys(map(str, reasons)))
 
 
 def _resolved(graph: Graph, form: Mapping[str, Any]) -> Graph:
