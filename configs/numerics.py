@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
       "matrix": {
         "contexts": 2,  # HumanEval and Wikipedia, taking turns
         "tokens": 33,  # of each context
-        "toy_contexts": 8,
+        "toy_contexts": 3,
         "toy_tokens": 97,
         "top_p": 0.9,
         "devices": 8,  # of the process in which a CPU plays several

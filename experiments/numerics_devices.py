@@ -12,7 +12,7 @@ import numpy as np
 from experiments.numerics_matrix import load
 from specjax.files import plain
 from specjax.numerics import REFERENCE, Graph
-from specjax.numerics.compare import Reference
+from specjax.numerics.comparison import Reference
 
 
 def main() -> None:

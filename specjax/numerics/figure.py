@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from specjax.files import replacing
-from specjax.numerics.compare import Comparison, Summary
+from specjax.numerics.comparison import Comparison, Summary
 
 COLUMNS = {  # of the right panel: title, value, format
   "max |error|": (lambda s: s.max_error, "{:.0e}"),

@@ -97,7 +97,10 @@ class Graph:
   @classmethod
   def of_plain(cls, values: Mapping[str, Any]) -> "Graph":
     """From what `specjax.files.plain` made of one, or JSON."""
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    fields: dict[str, Any] = {
+      name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return cls(**fields)
 
   def __str__(self) -> str:
     if self.activations == "float64":

@@ -17,7 +17,7 @@ from specjax import warp
 from specjax.numerics.graphs import Graph
 
 ROWS = 16  # positions looked at together: bounds the memory, about 10 arrays of [ROWS, V] in float64
-SKETCH = 16  # logits kept of every position
+SKETCH = 8  # logits kept of every position
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Comparison:
     )
 
   def identical(self) -> list[Identical]:
-    """Groups of two graphs or more with the same bits everywhere, the the reference included where it is in one, and why."""
+    """Groups of two graphs or more with the same bits everywhere, the reference among them, and why they have."""
     groups: dict[bytes, list[Graph]] = {}
     for found in [self.reference, *self.measured.values()]:
       members = groups.setdefault(found.digest.tobytes(), [])
@@ -173,9 +173,9 @@ class Reference:
     """A graph against the reference; or, in words, why this machine can't run it."""
     if reason := unavailable(self._model, graph, max(map(len, self._contexts))):
       return reason
-    prepared = prepare(self._model, graph)
-    runs = (feed(prepared, graph, tokens) for tokens in self._contexts)
     try:
+      prepared = prepare(self._model, graph)
+      runs = (feed(prepared, graph, tokens) for tokens in self._contexts)
       return measure(graph, runs, self._logits, top_p=self._top_p)
     except jax.errors.JaxRuntimeError as error:  # of some products XLA learns while it compiles that it has no code
       return first_line(error)
@@ -203,6 +203,8 @@ def _dtype(graph: Graph) -> Any:
 
 
 def _contexts(model: LanguageModel, tokens: Any) -> list[np.ndarray]:
+  if len(tokens) == 0:
+    raise ValueError("tokens holds no context; give the ids of one, int[T], or of several.")
   rows = [tokens] if np.ndim(tokens[0]) == 0 else list(tokens)
   return [check_tokens(model, row) for row in rows]
 
