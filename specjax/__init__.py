@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-  """`specjax.audit` on first use: scipy's statistics take longer to import than all the rest of specjax."""
-  if name == "audit":
-    return importlib.import_module("specjax.audit")
+  """`specjax.audit` and `specjax.numerics` on first use: scipy takes longer to import than all the rest of specjax."""
+  if name in ("audit", "numerics"):
+    return importlib.import_module(f"specjax.{name}")
   raise AttributeError(f"module 'specjax' has no attribute {name!r}")

@@ -258,11 +258,10 @@ def from_checkpoint(
 
 
 def _language_model(config: DecoderConfig, options: Options, params: Any, tokenizer_hash: str | None) -> LanguageModel:
-  apply, init_cache = _functions(config, options)
   return LanguageModel(
     params=params,
-    apply=apply,
-    init_cache=init_cache,
+    apply=Apply(config, options),
+    init_cache=InitCache(config, options),
     vocab_size=config.vocab_size,
     context_length=config.context_length,
     tokenizer_hash=tokenizer_hash,
@@ -276,17 +275,55 @@ def _skeleton(config: DecoderConfig, options: Options) -> tuple[nnx.GraphDef, An
   return graph, nnx.to_pure_dict(shapes)
 
 
-@functools.cache  # equal functions for equal configurations, so that a second load does not compile again
-def _functions(config: DecoderConfig, options: Options):
-  graph, _ = _skeleton(config, options)
+@dataclasses.dataclass(frozen=True)
+class Apply:
+  """`apply` of a decoder. Equal for equal configurations, so that a second load does not compile again."""
 
-  def apply(params: Any, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
-    return nnx.merge(graph, params)(tokens, cache, start)
+  config: DecoderConfig
+  options: Options
 
-  def init_cache(params: Any, batch: int, max_length: int) -> Cache:
-    shape, dtype = (batch, config.num_kv_heads, max_length, config.head_dim), params["embed"]["weight"].dtype
-    if options.scan_layers:
-      return {name: jnp.zeros((config.num_layers, *shape), dtype) for name in ("k", "v")}
-    return {name: [jnp.zeros(shape, dtype) for _ in range(config.num_layers)] for name in ("k", "v")}
+  def __call__(self, params: Any, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
+    return nnx.merge(_skeleton(self.config, self.options)[0], params)(tokens, cache, start)
 
-  return apply, init_cache
+
+@dataclasses.dataclass(frozen=True)
+class InitCache:
+  """`init_cache` of a decoder: zeros of the parameters' type, [B, K, S, h] a layer."""
+
+  config: DecoderConfig
+  options: Options
+
+  def __call__(self, params: Any, batch: int, max_length: int) -> Cache:
+    c = self.config
+    shape, dtype = (batch, c.num_kv_heads, max_length, c.head_dim), params["embed"]["weight"].dtype
+    if self.options.scan_layers:
+      return {name: jnp.zeros((c.num_layers, *shape), dtype) for name in ("k", "v")}
+    return {name: [jnp.zeros(shape, dtype) for _ in range(c.num_layers)] for name in ("k", "v")}
+
+
+def as_checkpoint(model: LanguageModel) -> Checkpoint:
+  """A decoder's parameters under their canonical names, whatever its form: `from_checkpoint` makes another form of it.
+
+  Raises TypeError for a model that is not of this family.
+  """
+  apply = model.apply
+  if not isinstance(apply, Apply):
+    raise TypeError(f"{model!r} is not of the decoder family of specjax.models: its layers are not known.")
+  c = apply.config
+
+  def tensor(name: str) -> np.ndarray:
+    *prefix, module, leaf = name.split(".")
+    at, where = None, model.params
+    if prefix:
+      at = int(prefix[1])
+      where = where["layers"] if apply.options.scan_layers else where["layers"][at]
+    fused = next((whole for whole, parts in FUSED.items() if module in parts and whole in where), None)
+    value = np.asarray(where[fused or module][leaf])
+    value = value[at] if prefix and apply.options.scan_layers else value
+    if fused:
+      heads = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
+      parts = np.split(value, heads if fused == "qkv" else 2)
+      value = parts[FUSED[fused].index(module)]
+    return np.asarray(value, np.float32)
+
+  return Checkpoint(config=c, tensor=tensor, tokenizer_hash=model.tokenizer_hash)
