@@ -229,9 +229,9 @@ def _notes(report: Report) -> list[str]:
     out.append(
       f"{support.outside} tokens {what}, by at most {support.largest_margin:.2g} logits: numerics can do that."
     )
-  if (report.draft_logprobs_off or 0) > 0.01:
+  if (off := report.draft_logprobs_off or 0.0) > 0.01:
     out.append(
-      f"{100 * report.draft_logprobs_off:.0f} % of the engine's draft log-probabilities are not those of this draft "
+      f"{100 * off:.0f} % of the engine's draft log-probabilities are not those of this draft "
       "model under the warp: it drafts from another law than it was said to."
     )
   for test in report.rule_tests:
