@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
-from specjax import draft, keys, models, verify, warp
-from specjax.draft import ModelDrafter, NGramDrafter
+from specjax import draft, fixed_graph, keys, models, verify, warp
+from specjax.draft import ModelDrafter, NGramDrafter, NoDrafter
 from specjax.language_model import LanguageModel
 from specjax.models.load import load_model
 from specjax.models.tokenizer import load_tokenizer
@@ -16,12 +16,14 @@ __all__ = [
   "LanguageModel",
   "ModelDrafter",
   "NGramDrafter",
+  "NoDrafter",
   "RoundInfo",
   "SampleResult",
   "SpecState",
   "Stats",
   "Warp",
   "draft",
+  "fixed_graph",
   "init",
   "keys",
   "load_model",

@@ -23,6 +23,8 @@ from jax.typing import ArrayLike
 from specjax import checks, keys, verify
 from specjax.checks import PREFILL_CHUNK, Request
 from specjax.draft.base import Context, Drafter, DraftState, Proposal
+from specjax.draft.none import NoDrafter
+from specjax.fixed_graph import require_row_independence
 from specjax.keys import Purpose
 from specjax.language_model import Cache, LanguageModel, prefill, run
 from specjax.result import SampleResult, Stats
@@ -163,6 +165,7 @@ def sample(
   eos_id: int | Sequence[int] | None = None,
   max_length: int | None = None,
   prefill_chunk: int = PREFILL_CHUNK,
+  fixed_graph: bool = False,
 ) -> SampleResult:
   """Samples whole generations in one compiled program.
 
@@ -177,12 +180,20 @@ def sample(
   max_length: slots of the buffers; default: what is needed, rounded up to a power of two, so that one program serves
     every prompt length and limit in a bucket.
   prefill_chunk: static; prompt tokens a pass.
+  fixed_graph: static; plain sampling, through the passes of speculative sampling: each has num_draft_tokens + 1 rows,
+    of which one counts. Nothing is drafted; `drafter` is not used and may be None. The text is then that of a
+    speculative run with as many drafts, bit for bit, where both are greedy or both follow the "coupled" rule (under one
+    key): see `specjax.fixed_graph`.
 
   Returns tokens int32[B, P + max(max_new_tokens)], lengths, logprobs and statistics: see `SampleResult`.
   Raises ValueError or TypeError, before anything is compiled, for a value that is out of range. Inside an outer
-  `jax.jit` values can't be looked at: shapes and types alone are checked there.
+  `jax.jit` values can't be looked at: shapes and types alone are checked there. Raises RuntimeError for `fixed_graph`
+  on a backend that was tried and can't give equal bits.
   """
   rule = verify.get(verifier)
+  if not isinstance(fixed_graph, bool):
+    raise TypeError(f"fixed_graph={fixed_graph!r} must be True or False: it is static.")
+  drafter = NoDrafter() if fixed_graph else drafter
   request, width = checks.request(
     target, drafter, prompt_tokens, key, prompt_lengths, max_new_tokens, num_draft_tokens, warp, eos_id, max_length,
     prefill_chunk,
@@ -192,6 +203,9 @@ def sample(
       "max_new_tokens is traced, but it decides the shape of the result: pass an int or a numpy array (close over it "
       "or make it a static argument); within a program use specjax.init and specjax.step, whose limit is dynamic."
     )
+  if fixed_graph:
+    batch, max_length = request.tokens.shape
+    require_row_independence(target, batch, max_length, request.num_draft_tokens)
   return _sample(request, verifier=rule).cut(width)
 
 
