@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from specjax import draft, fixed_graph, keys, models, verify, warp
+from specjax import draft, fixed_graph, keys, models, sharding, verify, warp
 from specjax.draft import ModelDrafter, NGramDrafter, NoDrafter
 from specjax.language_model import LanguageModel
 from specjax.models.load import load_model
@@ -30,6 +30,7 @@ __all__ = [
   "load_tokenizer",
   "models",
   "sample",
+  "sharding",
   "step",
   "verify",
   "warp",

@@ -70,6 +70,11 @@ def request(
   drafter = models(target, drafter, gamma)
   prompts = _prompts(prompt_tokens)
   batch, width = prompts.shape
+  if target.placement is not None and batch % (parts := target.placement.parts("batch")):
+    raise ValueError(
+      f"prompt_tokens has {batch} rows, which {parts} devices can't share evenly: add rows with max_new_tokens of 0, "
+      f"or place the target on a mesh with a smaller axis for rows than in {dict(target.placement.mesh.shape)}."
+    )
   _key(key, batch)
   warp = warp_settings(warp, batch)
   lengths = _lengths(prompt_lengths, batch, width)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specjax.placement import ROWS, PartitionSpec, Placement
+
 Params = Any  # a pytree of arrays
 Cache = Any  # a pytree of arrays
 
@@ -34,6 +36,8 @@ class LanguageModel:
     passes in a draft model, or one chunk back while a prompt is read.
   context_length: the longest sequence the model can represent; None if it has no limit.
   tokenizer_hash: identifies the tokenizer where known, so that a drafter with another one is refused.
+  placement: where it lies on a mesh; of `specjax.sharding.shard`, which reads the logical axes of arrays, such as
+    P("heads", "embed"), from methods `apply.axes(params)` and `init_cache.axes(cache)` where they exist.
 
   Two models are compiled once if their functions are equal, so build the functions once a configuration, not once a
   model.
@@ -46,6 +50,7 @@ class LanguageModel:
   rewind: Callable[[Cache, Array], Cache] | None = dataclasses.field(default=None, metadata={"static": True})
   context_length: int | None = dataclasses.field(default=None, metadata={"static": True})
   tokenizer_hash: str | None = dataclasses.field(default=None, metadata={"static": True})
+  placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})
 
   def __repr__(self) -> str:
     """A summary: the arrays would fill a notebook."""
@@ -63,10 +68,46 @@ def run(model: LanguageModel, tokens: Array, cache: Cache, start: Array) -> tupl
 
   Raises TypeError, while it is traced, if `apply` returns other types than it must.
   """
-  rewound = cache if model.rewind is None else model.rewind(cache, start)
-  returned = model.apply(model.params, tokens, rewound, start)
-  _check_pass(model, tokens, cache, returned)
-  return returned
+
+  def once(model: LanguageModel, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
+    rewound = cache if model.rewind is None else model.rewind(cache, start)
+    returned = model.apply(model.params, tokens, rewound, start)
+    _check_pass(model, tokens, cache, returned)
+    return place_laws(model, returned[0]), place_cache(model, returned[1])
+
+  if model.placement is not None:
+    once = model.placement.automatic(
+      once, lambda: (laws_spec(model, (*tokens.shape, model.vocab_size)), cache_specs(model, cache))
+    )
+  return once(model, tokens, cache, start)
+
+
+def empty_cache(model: LanguageModel, batch: int, max_length: int) -> Cache:
+  """`model.init_cache`, each array where it belongs."""
+  return place_cache(model, model.init_cache(model.params, batch, max_length))
+
+
+def place_cache(model: LanguageModel, cache: Cache) -> Cache:
+  return cache if model.placement is None else model.placement.constrain(cache, cache_specs(model, cache))
+
+
+def place_laws(model: LanguageModel, values: Array) -> Array:
+  """Logits or log-probabilities [B, ..., V] where the model's own are."""
+  return values if model.placement is None else model.placement.constrain(values, laws_spec(model, values.shape))
+
+
+def laws_spec(model: LanguageModel, shape: tuple[int, ...]) -> Any:
+  """The mesh axes of laws [B, ..., V] of a model that is placed."""
+  assert model.placement is not None
+  axes = PartitionSpec("batch", *(None,) * (len(shape) - 2), "vocab")
+  return model.placement.specs(jax.ShapeDtypeStruct(shape, jnp.float32), axes)
+
+
+def cache_specs(model: LanguageModel, cache: Cache) -> Any:
+  """The mesh axes of every array in the cache of a model that is placed: by its own names, or rows first."""
+  assert model.placement is not None
+  axes = getattr(model.init_cache, "axes", None)
+  return model.placement.specs(cache, ROWS if axes is None else axes(cache))
 
 
 def _check_pass(model: LanguageModel, tokens: Array, cache: Cache, returned: Any) -> None:

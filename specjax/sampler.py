@@ -13,7 +13,7 @@ Checks of the caller's values live in `specjax.checks`; acceptance rules, drafte
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ from specjax.draft.base import Context, Drafter, DraftState, Proposal
 from specjax.draft.none import NoDrafter
 from specjax.fixed_graph import require_row_independence
 from specjax.keys import Purpose
-from specjax.language_model import Cache, LanguageModel, prefill, run
+from specjax.language_model import Cache, LanguageModel, cache_specs, empty_cache, laws_spec, place_laws, prefill, run
+from specjax.placement import ROWS, PartitionSpec
 from specjax.result import SampleResult, Stats
 from specjax.verify import Verdict, Verifier
 from specjax.warp import DEFAULT_WARP, Warp, log_probs, pick
@@ -140,15 +141,23 @@ def step(
   """
   if not isinstance(state, SpecState):
     raise TypeError(f"state must be a specjax.SpecState, got {type(state).__name__}: make one with specjax.init(...).")
-  gamma = state.tested.shape[1]
-  proposer, rule = checks.models(target, drafter, gamma), verify.get(verifier)
-  proposal = _draft(state, target, proposer, gamma, rule)
+  proposer, rule = checks.models(target, drafter, state.tested.shape[1]), verify.get(verifier)
+  one_round = functools.partial(_step, rule=rule)
+  if target.placement is not None:
+    specs = lambda: (_state_specs(state, target, proposer), _info_specs(state, target))  # noqa: E731
+    one_round = target.placement.automatic(one_round, specs)
+  return one_round(state, target, proposer)
+
+
+def _step(state: SpecState, target: LanguageModel, drafter: Any, *, rule: Verifier) -> tuple[SpecState, RoundInfo]:
+  proposal = _draft(state, target, drafter, state.tested.shape[1], rule)
   log_p, target_cache = _score(state, target, proposal)
   verdict = _verify(state, log_p, proposal, rule)
   checks.verdict(rule, verdict, log_p.shape[0])
   verdict, log_p = _void_impossible(verdict, proposal, log_p)
   state = dataclasses.replace(state, target_cache=target_cache, draft_state=proposal.state)
-  return _commit(state, proposal, log_p, verdict)
+  state, info = _commit(state, proposal, log_p, verdict)
+  return _place(state, target, drafter), info
 
 
 def sample(
@@ -211,27 +220,42 @@ def sample(
 
 @functools.partial(jax.jit, static_argnames="verifier")
 def _sample(request: Request, *, verifier: Verifier) -> SampleResult:
-  state = lax.while_loop(
-    lambda state: ~state.finished.all(),
-    lambda state: step(state, request.target, request.drafter, verifier=verifier)[0],
-    _start(request),
-  )
-  return state.result()
+  def generate(request: Request) -> SampleResult:
+    state = lax.while_loop(
+      lambda state: ~state.finished.all(),
+      lambda state: step(state, request.target, request.drafter, verifier=verifier)[0],
+      _start(request),
+    )
+    return state.result()
+
+  if (placement := request.target.placement) is not None:
+    generate = placement.automatic(generate, lambda: placement.specs(request.prompt_lengths, ROWS))
+  return generate(request)
 
 
 @jax.jit  # the loop over the prompt's passes would compile anew at every call
 def _start(request: Request) -> SpecState:
-  target, drafter, lengths = request.target, request.drafter, request.prompt_lengths
-  gamma, chunk, (batch, max_length) = request.num_draft_tokens, request.prefill_chunk, request.tokens.shape
-  tokens = jnp.where(jnp.arange(max_length)[None] < lengths[:, None], request.tokens, 0)
+  target, drafter, start = request.target, request.drafter, _read_prompts
+  if (placement := target.placement) is not None:
+    shapes = lambda: jax.eval_shape(placement.automatic(_read_prompts, PartitionSpec), request)  # noqa: E731
+    start = placement.automatic(_read_prompts, lambda: _state_specs(shapes(), target, drafter))
+  return start(request)
+
+
+def _read_prompts(request: Request) -> SpecState:
+  target, drafter, lengths, tokens = request.target, request.drafter, request.prompt_lengths, request.tokens
+  gamma, chunk, (batch, max_length) = request.num_draft_tokens, request.prefill_chunk, tokens.shape
+  if (placement := target.placement) is not None:
+    lengths, tokens = placement.constrain((lengths, tokens), placement.specs((lengths, tokens), ROWS))
+  tokens = jnp.where(jnp.arange(max_length)[None] < lengths[:, None], tokens, 0)
 
   fed = lengths - 1
-  target_cache = prefill(target, target.init_cache(target.params, batch, max_length), tokens, fed, chunk)
+  target_cache = prefill(target, empty_cache(target, batch, max_length), tokens, fed, chunk)
   draft_state = drafter.prefill(drafter.init(batch, max_length), tokens, fed, chunk) if gamma else ()
 
   count = jnp.zeros(batch, jnp.int32)
   count_at = jnp.zeros((batch, gamma), jnp.int32)
-  return SpecState(
+  state = SpecState(
     length=lengths,
     finished=lengths >= request.limit,
     round=count,
@@ -250,6 +274,35 @@ def _start(request: Request) -> SpecState:
     tokens=tokens,
     logprobs=jnp.zeros((batch, max_length), jnp.float32),
   )
+  return _place(state, target, drafter)
+
+
+def _place(state: SpecState, target: LanguageModel, drafter: Drafter | None) -> SpecState:
+  """The state with every array where it belongs on the target's mesh, if it has one."""
+  if target.placement is None:
+    return state
+  return target.placement.constrain(state, _state_specs(state, target, drafter))
+
+
+def _state_specs(state: SpecState, target: LanguageModel, drafter: Drafter | None) -> Any:
+  """Mesh axes of every array of a state: rows are split, caches are as their models say."""
+  assert target.placement is not None
+  own = getattr(drafter, "specs", None)
+  return dataclasses.replace(
+    target.placement.specs(state, ROWS),
+    target_cache=cache_specs(target, state.target_cache),
+    stop_ids=PartitionSpec(),
+    **({} if own is None or (specs := own(state.draft_state)) is None else {"draft_state": specs}),
+  )
+
+
+def _info_specs(state: SpecState, target: LanguageModel) -> RoundInfo:
+  """Mesh axes of a round's info."""
+  assert target.placement is not None
+  (batch, gamma), vocab_size = state.tested.shape, target.vocab_size
+  rows: Any = target.placement.specs(state.length, ROWS)
+  log_p, log_q = laws_spec(target, (batch, gamma + 1, vocab_size)), laws_spec(target, (batch, gamma, vocab_size))
+  return RoundInfo(rows, rows, rows, rows, log_p, log_q, rows)
 
 
 def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int, rule: Verifier) -> Proposal:
@@ -275,7 +328,7 @@ def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int
   checks.proposal(drafter, proposal, state.draft_state, (batch, gamma, target.vocab_size))
   room = jnp.maximum(state.limit - state.length - 1, 0)
   num_drafted = jnp.where(state.finished, 0, jnp.minimum(proposal.num_drafted, room))
-  return dataclasses.replace(proposal, num_drafted=num_drafted)
+  return dataclasses.replace(proposal, log_q=place_laws(target, proposal.log_q), num_drafted=num_drafted)
 
 
 def _score(state: SpecState, target: LanguageModel, proposal: Proposal) -> tuple[Array, Cache]:
@@ -311,7 +364,7 @@ def _void_impossible(verdict: Verdict, proposal: Proposal, log_p: Array) -> tupl
 
 def _commit(state: SpecState, proposal: Proposal, log_p: Array, verdict: Verdict) -> tuple[SpecState, RoundInfo]:
   """Emits the accepted drafts and the next token, up to a stop token or the row's limit, and counts what it emits."""
-  batch, gamma = proposal.tokens.shape
+  gamma = proposal.tokens.shape[1]
   index = jnp.arange(gamma + 1)[None]
   num_accepted = verdict.num_accepted[:, None]
   block = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
@@ -323,10 +376,10 @@ def _commit(state: SpecState, proposal: Proposal, log_p: Array, verdict: Verdict
   num_emitted = jnp.where(state.finished, 0, num_emitted)
   emitted = index < num_emitted[:, None]
 
-  row = jnp.arange(batch)[:, None]
   slot = jnp.where(emitted, state.length[:, None] + index, state.tokens.shape[1] - 1)
-  tokens = state.tokens.at[row, slot].set(block)
-  logprobs = state.logprobs.at[row, slot].set(pick(log_p, block))
+  write = jax.vmap(lambda row, slot, new: row.at[slot].set(new))  # rows that devices share stay where they are
+  tokens = write(state.tokens, slot, block)
+  logprobs = write(state.logprobs, slot, pick(log_p, block))
 
   draft = index[:, :gamma]
   drafted = emitted[:, :gamma] & (draft < proposal.num_drafted[:, None])

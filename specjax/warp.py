@@ -93,17 +93,31 @@ def categorical(key: Array, log_weights: Array) -> Array:
 
   Gumbel-argmax in two levels: first a block of about sqrt(V) tokens by its total weight, then a token inside it. Each
   level is right far into the tail (`mode="high"`), a token of weight 0 is never drawn, and a vocabulary of 49,152 takes
-  444 noise values in place of 49,152.
+  448 noise values in place of 49,152. Over a vocabulary that is split, devices exchange a block, not the law.
   """
-  vocab_size = log_weights.shape[-1]
-  width = math.isqrt(vocab_size - 1) + 1  # the square root, rounded up
-  count = -(-vocab_size // width)
-  blocks = jnp.pad(log_weights, (0, count * width - vocab_size), constant_values=-jnp.inf).reshape(count, width)
+  count, width = block_shape(log_weights.shape[-1])
+  pad = count * width - log_weights.shape[-1]
+  blocks = jnp.pad(log_weights, (0, pad), constant_values=-jnp.inf).reshape(count, width)
   block_key, token_key = jax.random.split(key)
   block = jax.random.categorical(block_key, jax.nn.logsumexp(blocks, -1), mode="high")
   inside = jnp.where(jnp.arange(count)[:, None] == block, blocks, -jnp.inf).max(0)
   token = jax.random.categorical(token_key, inside, mode="high")
   return (block * width + token).astype(jnp.int32)
+
+
+def block_shape(vocab_size: int) -> tuple[int, int]:
+  """(number of blocks, tokens a block) that `categorical` draws in; where their product exceeds V, the rest is padding.
+
+  Blocks are whole parts of a vocabulary that is split over devices if the parts divide their number, so that is a power
+  of two, or thrice one, if V has such a divisor anywhere near its square root.
+  """
+  root = math.isqrt(vocab_size - 1) + 1  # rounded up
+  count = 3 if vocab_size % 3 == 0 else 1
+  while 2 * count * count < vocab_size and vocab_size % (2 * count) == 0:
+    count *= 2
+  if 4 * count >= root:
+    return count, vocab_size // count
+  return -(-vocab_size // root), root
 
 
 def gumbel_argmax(key: Array, log_weights: Array) -> Array:

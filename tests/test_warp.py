@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 from jax.extend.random import define_prng_impl
 
-from specjax.warp import Warp, categorical, gumbel_argmax, log_probs, one_hot_law, pick
+from specjax.warp import Warp, block_shape, categorical, gumbel_argmax, log_probs, one_hot_law, pick
 
 LEAST_P_VALUE = 1e-5
 law_of = jax.jit(log_probs)
@@ -278,9 +278,9 @@ def test_weights_need_no_normalising(offset):
   assert_law(draws(np.log(zipf(17)) + offset, 200_000), zipf(17))
 
 
-@pytest.mark.parametrize("vocab_size", [2, 17, 1000])
+@pytest.mark.parametrize("vocab_size", [17, 1001])
 def test_the_padded_tail_is_never_drawn(vocab_size):
-  """No vocabulary here is a square: the last block is filled up, and its padding outweighs no token, however light."""
+  """No vocabulary here is whole blocks: the last is filled up, and its padding outweighs no token, however light."""
   assert_law(draws(np.full(vocab_size, -1e3), 60_000), np.full(vocab_size, 1 / vocab_size))
 
 
@@ -357,12 +357,24 @@ def test_a_weight_of_one_in_a_billion(weights, token):
 
 
 def test_noise_goes_with_the_square_root(monkeypatch):
-  """444 noise values for 49,152 tokens."""
+  """448 noise values for 49,152 tokens."""
   drawn = []
   real = jax.random.categorical
   monkeypatch.setattr(jax.random, "categorical", lambda key, x, **kw: drawn.append(x.size) or real(key, x, **kw))
   jax.eval_shape(categorical, jax.random.key(0), jnp.zeros(49_152))
-  assert sum(drawn) == 444
+  assert sum(drawn) == 448
+
+
+@pytest.mark.parametrize(
+  ("vocab_size", "shape"),
+  [
+    *((1, (1, 1)), (2, (1, 2)), (3, (3, 1)), (17, (4, 5)), (1001, (32, 32)), (50_257, (224, 225))),
+    *((49_152, (192, 256)), (32_000, (128, 250)), (128_256, (384, 334)), (151_936, (128, 1187))),
+  ],
+)
+def test_blocks_are_parts_of_a_split_vocabulary(vocab_size, shape):
+  """Real vocabularies, the last four, are whole blocks, and as many as 64 devices share evenly."""
+  assert block_shape(vocab_size) == shape
 
 
 # The draw that two laws can share.

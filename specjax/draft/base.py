@@ -66,7 +66,11 @@ class Proposal:
 
 
 class Drafter(Protocol):
-  """A pytree with three pure functions; `max_length` is the room in the buffers, slack included."""
+  """A pytree with three pure functions; `max_length` is the room in the buffers, slack included.
+
+  A fourth, `specs(state)`, may say where its state lies on a mesh: a pytree of PartitionSpecs, or None. Without it
+  rows, the first axis, are split as the target's are.
+  """
 
   def init(self, batch: int, max_length: int) -> DraftState:
     """State before any token was seen."""

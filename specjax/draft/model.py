@@ -1,6 +1,7 @@
 """Drafts with a smaller language model, sampled under the same warp as the target."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,16 @@ from jax import Array, lax
 
 from specjax import warp
 from specjax.draft.base import Context, DraftState, Proposal
-from specjax.language_model import LanguageModel, fit_vocabulary, prefill, run, take_window
+from specjax.language_model import (
+  LanguageModel,
+  cache_specs,
+  empty_cache,
+  fit_vocabulary,
+  place_laws,
+  prefill,
+  run,
+  take_window,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -23,10 +33,14 @@ class ModelDrafter:
   model: LanguageModel
 
   def init(self, batch: int, max_length: int) -> DraftState:
-    return self.model.init_cache(self.model.params, batch, max_length)
+    return empty_cache(self.model, batch, max_length)
 
   def prefill(self, state: DraftState, tokens: Array, lengths: Array, chunk: int) -> DraftState:
     return prefill(self.model, state, tokens, lengths, chunk)
+
+  def specs(self, state: DraftState) -> Any:
+    """Where the state lies on a mesh; None for a model that is not placed."""
+    return None if self.model.placement is None else cache_specs(self.model, state)
 
   def propose(self, state: DraftState, context: Context, num_draft_tokens: int) -> Proposal:
     # After full acceptance the model has not seen its own last draft, so the first pass feeds the last two tokens;
@@ -38,6 +52,8 @@ class ModelDrafter:
 
     def draw(logits: Array, index: Array) -> tuple[Array, Array]:
       log_q = warp.log_probs(fit_vocabulary(logits, context.vocab_size), context.warp)
+      # A model that is whole on every device draws on every device, and waits for none.
+      log_q = place_laws(self.model, log_q)
       return context.draw(index, log_q), log_q
 
     def extend(carry, index: Array):

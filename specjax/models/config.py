@@ -55,6 +55,7 @@ class DecoderConfig:
   mlp_bias: bool = False
   qk_norm: bool = False  # RMS norm of every query and key head, before the rotation
   tied_head: bool = True
+  vocab_padding: int = 0  # the last ids of vocab_size that stand for no token: their logits are -inf
 
   def __post_init__(self):
     for name in (
@@ -69,6 +70,8 @@ class DecoderConfig:
     ):
       if not isinstance(size := getattr(self, name), int) or size < 1:
         raise ValueError(f"{name}={size!r} must be a whole number, 1 or more.")
+    if not 0 <= self.vocab_padding < self.vocab_size:
+      raise ValueError(f"vocab_padding={self.vocab_padding} must be 0 to {self.vocab_size - 1}.")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.")
 

@@ -59,7 +59,7 @@ def matmul(x: Array, weight: Array, options: Options) -> Array:
   return y.reshape(*batch, weight.shape[0])
 
 
-def write(cache: Array, new: Array, start: Array, layer: Array | None = None) -> Array:
+def write(cache: Array, new: Array, start: Array, options: Options, layer: Array | None = None) -> Array:
   """Puts new[B, K, T, h] at slots start[b]..start[b]+T-1 of row b of cache[B, K, S, h].
 
   With `layer`, into that layer of a stacked cache[layers, B, K, S, h].
@@ -71,7 +71,8 @@ def write(cache: Array, new: Array, start: Array, layer: Array | None = None) ->
   def put(row: Array, new: Array, at: Array) -> Array:
     return lax.dynamic_update_slice(row, new, (*prefix, 0, at, 0))
 
-  if start.shape[0] > UNROLLED_ROWS:
+  # One update a row is fast, but rows that are split over devices are out of their reach.
+  if not options.cpu_kernels or start.shape[0] > UNROLLED_ROWS:
     return jax.vmap(put, in_axes=(axis, axis, 0), out_axes=axis)(cache, new, start)
   for b in range(start.shape[0]):
     row = lax.slice_in_dim(new, b, b + 1, axis=axis)

@@ -14,6 +14,7 @@ import numpy as np
 import tqdm
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from specjax.language_model import LanguageModel
 from specjax.models import ops
@@ -75,6 +76,16 @@ class Embed(nnx.Module):
 
 
 DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+# Logical axes of weights by module; their biases have the first of them. The dimension of a norm is left unnamed.
+_AXES = {
+  **dict.fromkeys(("embed", "head"), ("vocab", "embed")),
+  "positions": (None, "embed"),
+  "q": ("heads", "embed"),
+  **dict.fromkeys(("k", "v"), ("kv_heads", "embed")),
+  "o": ("embed", "heads"),
+  **dict.fromkeys(("gate", "up"), ("mlp", "embed")),
+  "down": ("embed", "mlp"),
+}
 # Weights that the CPU forms keep as one: two wide products take a tenth less time a token than five narrow ones.
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
@@ -167,7 +178,7 @@ class Decoder(nnx.Module):
     def layer(block: Block, x: Array, k: Array, v: Array, at) -> tuple[Array, Array, Array]:
       """`at` is the layer's index into stacked caches, or None where k and v are this layer's own."""
       q, new_k, new_v = block.project(x, rotation, self.options)
-      k, v = ops.write(k, new_k, start, at), ops.write(v, new_v, start, at)
+      k, v = ops.write(k, new_k, start, self.options, at), ops.write(v, new_v, start, self.options, at)
       own_k, own_v = (k, v) if at is None else (k[at], v[at])
       return block.finish(x, ops.attention(q, own_k, own_v, start, self.options), self.options), k, v
 
@@ -186,7 +197,11 @@ class Decoder(nnx.Module):
         x, k[i], v[i] = layer(block, x, k[i], v[i], None)
     x = self.norm(x)
     weight = self.embed.weight if self.head is None else self.head.weight
-    return ops.matmul(x, weight[...], self.options).astype(jnp.float32), {"k": k, "v": v}
+    logits = ops.matmul(x, weight[...], self.options).astype(jnp.float32)
+    if self.config.vocab_padding:
+      ids = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+      logits = jnp.where(ids < self.config.vocab_size - self.config.vocab_padding, logits, -jnp.inf)
+    return logits, {"k": k, "v": v}
 
 
 def rotations(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
@@ -285,6 +300,20 @@ class Apply:
   def __call__(self, params: Any, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
     return nnx.merge(_skeleton(self.config, self.options)[0], params)(tokens, cache, start)
 
+  def axes(self, params: Any) -> Any:
+    """Logical axes of every parameter: vocab, embed, heads, kv_heads, mlp, and layers where they are stacked.
+
+    Heads and their dimensions are one axis. Weights that the CPU forms fuse are whole: see `plain_form`.
+    """
+
+    def axes(path: tuple, _: Any) -> PartitionSpec:
+      *prefix, module, leaf = (str(getattr(key, "key", "")) for key in path)
+      names = _AXES.get(module, (None,))
+      stacked = ("layers",) if prefix and self.options.scan_layers else ()
+      return PartitionSpec(*stacked, *(names if leaf == "weight" else names[:1]))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
 
 @dataclasses.dataclass(frozen=True)
 class InitCache:
@@ -299,6 +328,75 @@ class InitCache:
     if self.options.scan_layers:
       return {name: jnp.zeros((c.num_layers, *shape), dtype) for name in ("k", "v")}
     return {name: [jnp.zeros(shape, dtype) for _ in range(c.num_layers)] for name in ("k", "v")}
+
+  def axes(self, cache: Cache) -> Any:
+    """Logical axes of the cache; those of slots and within a head have no name."""
+    stacked = ("layers",) if self.options.scan_layers else ()
+    return jax.tree.map(lambda _: PartitionSpec(*stacked, "batch", "kv_heads"), cache)
+
+
+def abstract_decoder(
+  config: DecoderConfig, *, options: Options | None = None, dtype: Any = jnp.bfloat16
+) -> LanguageModel:
+  """A decoder of jax.ShapeDtypeStructs: to place on a mesh and compile without weights."""
+  options = options or Options.for_backend()
+  params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), _skeleton(config, options)[1])
+  return _language_model(config, options, params, None)
+
+
+def plain_form(model: LanguageModel, num_kv_heads: int, vocab_size: int) -> LanguageModel:
+  """The same function in a form that can be split over devices: no weights fused, and sizes that the parts divide.
+
+  num_kv_heads: a multiple of the model's: each key and value head is repeated, side by side.
+  vocab_size: at least the model's; the ids added have logits of -inf.
+  Layers stay stacked or apart as they are. Parameters may be jax.ShapeDtypeStructs.
+  """
+  assert isinstance(model.apply, Apply)
+  old, own = model.apply.config, model.apply.options
+  options = dataclasses.replace(own, cpu_kernels=False)
+  padding = old.vocab_padding + vocab_size - old.vocab_size
+  config = dataclasses.replace(old, num_kv_heads=num_kv_heads, vocab_size=vocab_size, vocab_padding=padding)
+  if (config, options) == (old, own):
+    return model
+
+  def form(params: Any) -> Any:
+    def leaf(path: tuple, _: jax.ShapeDtypeStruct) -> Array:
+      *prefix, module, name = (key.key for key in path)
+      block = functools.reduce(lambda tree, key: tree[key], prefix, params)
+      return widened(config, old, module, name, _unfused(old, block, module, name))
+
+    return jax.tree_util.tree_map_with_path(leaf, _skeleton(config, options)[1])
+
+  abstract = isinstance(model.params["embed"]["weight"], jax.ShapeDtypeStruct)
+  params = jax.eval_shape(form, model.params) if abstract else form(model.params)
+  return dataclasses.replace(
+    model, params=params, apply=Apply(config, options), init_cache=InitCache(config, options), vocab_size=vocab_size
+  )
+
+
+def widened(config: DecoderConfig, old: DecoderConfig, module: str, name: str, value: Any) -> Any:
+  """A parameter of `old`, perhaps stacked, as `config` has it: see `plain_form`. numpy or jax, as it was."""
+  axis = value.ndim - (1 if name == "bias" else 2)
+  if module in ("k", "v") and config.num_kv_heads != old.num_kv_heads:
+    heads = value.reshape(*value.shape[:axis], old.num_kv_heads, old.head_dim, *value.shape[axis + 1 :])
+    repeated = heads.repeat(config.num_kv_heads // old.num_kv_heads, axis)
+    return repeated.reshape(*value.shape[:axis], -1, *value.shape[axis + 1 :])
+  if module in ("embed", "head") and config.vocab_size != old.vocab_size:
+    pad = np.pad if isinstance(value, np.ndarray) else jnp.pad
+    return pad(value, ((0, config.vocab_size - old.vocab_size), (0, 0)))
+  return value
+
+
+def _unfused(config: DecoderConfig, block: Any, module: str, name: str) -> Any:
+  """A parameter of a block, perhaps stacked, that may be a part of a fused one."""
+  fused = next((whole for whole, parts in FUSED.items() if module in parts and whole in block), None)
+  if fused is None:
+    return block[module][name]
+  value, part = block[fused][name], FUSED[fused].index(module)
+  axis = value.ndim - (1 if name == "bias" else 2)
+  heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+  ends = np.cumsum([0, heads, kv_heads, kv_heads] if fused == "qkv" else [0, config.d_ff, config.d_ff])
+  return value[(*(slice(None),) * axis, slice(ends[part], ends[part + 1]))]
 
 
 def as_checkpoint(model: LanguageModel) -> Checkpoint:
@@ -317,13 +415,8 @@ def as_checkpoint(model: LanguageModel) -> Checkpoint:
     if prefix:
       at = int(prefix[1])
       where = where["layers"] if apply.options.scan_layers else where["layers"][at]
-    fused = next((whole for whole, parts in FUSED.items() if module in parts and whole in where), None)
-    value = np.asarray(where[fused or module][leaf])
+    value = np.asarray(_unfused(c, where, module, leaf))
     value = value[at] if prefix and apply.options.scan_layers else value
-    if fused:
-      heads = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
-      parts = np.split(value, heads if fused == "qkv" else 2)
-      value = parts[FUSED[fused].index(module)]
     return np.asarray(value, np.float32)
 
   return Checkpoint(config=c, tensor=tensor, tokenizer_hash=model.tokenizer_hash)
