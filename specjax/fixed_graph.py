@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.language_model import LanguageModel, run
+from specjax.language_model import LanguageModel, empty_cache, run
 
 _found: dict[object, float] = {}  # of `require_row_independence`, by what decides about the program
 
@@ -37,7 +37,7 @@ def row_error(target: LanguageModel, batch: int, max_length: int, num_draft_toke
   starts = np.linspace(0, max_length - count - width, batch).astype(np.int32)  # the last pass must fit
 
   def logits(advances: list[int]) -> np.ndarray:
-    cache, out, at = target.init_cache(target.params, batch, max_length), [], 0
+    cache, out, at = empty_cache(target, batch, max_length), [], 0
     for advance in advances:
       advance = min(advance, count - at)
       if advance == 0:

@@ -84,7 +84,14 @@ def run(model: LanguageModel, tokens: Array, cache: Cache, start: Array) -> tupl
 
 def empty_cache(model: LanguageModel, batch: int, max_length: int) -> Cache:
   """`model.init_cache`, each array where it belongs."""
-  return place_cache(model, model.init_cache(model.params, batch, max_length))
+
+  def make(params: Params) -> Cache:
+    return place_cache(model, model.init_cache(params, batch, max_length))
+
+  if model.placement is not None:
+    shapes = lambda: jax.eval_shape(lambda params: model.init_cache(params, batch, max_length), model.params)  # noqa: E731
+    make = model.placement.automatic(make, lambda: cache_specs(model, shapes()))
+  return make(model.params)
 
 
 def place_cache(model: LanguageModel, cache: Cache) -> Cache:
