@@ -76,7 +76,7 @@ def require_row_independence(target: LanguageModel, batch: int, max_length: int,
 
 
 def _precision() -> str:
-  return str(jax.config.jax_default_matmul_precision)
+  return str(jax.config.jax_default_matmul_precision)  # pyrefly: ignore[missing-attribute]
 
 
 @functools.partial(jax.jit, donate_argnums=2)
