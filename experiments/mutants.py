@@ -16,8 +16,6 @@ import jax
 import ml_collections
 import numpy as np
 import tqdm
-from absl import app
-from ml_collections import config_flags
 
 import specjax
 from experiments import report
@@ -34,8 +32,6 @@ from specjax.warp import Warp
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
 CONTROLS = {f"{name} rule": Engine(rule=rule) for name, rule in verify.RULES.items() if rule.lossless}
 UNSEEN = "not visible in output"
-
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/mutants.py")
 
 
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS, docs: pathlib.Path = DOCS):
@@ -258,13 +254,11 @@ def save_figure(p_values: Mapping[str, Mapping[str, float | None]], path: pathli
   report.save_figure(figure, path)
 
 
-def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
-  summary = run(_CONFIG.value)
+def main(config: ml_collections.ConfigDict) -> None:
+  summary = run(config)
   if summary["survivors"] or summary["false_alarms"]:
     raise SystemExit("A planted fault survived, or an exact rule failed.")
 
 
 if __name__ == "__main__":
-  app.run(main)
+  report.launch(main, "mutants")

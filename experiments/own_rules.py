@@ -1,6 +1,9 @@
-"""The audit of our own sampler: does every lossless rule sample a real model's law?
+"""The audit of our own sampler: does every lossless rule sample its model's law?
 
   python -m experiments.own_rules --config=configs/own_rules.py
+  python -m experiments.own_rules --config=configs/own_rules.py:toy
+
+The model is a real one, drafted for by n-grams, or two random layers, drafted for by themselves at another temperature.
 
 Each rule samples the same prompts with keys of its own, and the audit looks at all of it. Results go to
 experiments/results/own_rules/results.json. A run that was interrupted goes on where it was.
@@ -20,8 +23,12 @@ import tqdm
 
 import specjax
 from experiments import report
+from experiments.mutants import flatter
+from experiments.numerics_matrix import TOY, toy
 from specjax import verify
 from specjax.audit import Samples, audit
+from specjax.draft import Drafter
+from specjax.language_model import LanguageModel
 from specjax.tasks.prompts import prompts, right_padded
 
 
@@ -35,8 +42,7 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   if unknown := sorted(set(rules) - set(lossless)):
     raise ValueError(f"config.rules has {unknown}; lossless rules: {', '.join(lossless)}.")
   kept = report.Run("own_rules", config, results)
-  tokenizer, target = specjax.load_tokenizer(config.model), specjax.load_model(config.model)
-  texts = [tokenizer.encode(p.text)[-config.max_prompt_tokens :] for p in prompts("mixed", config.rows, config.seed)]
+  target, drafter, texts, eos_ids = _load(config)
   tokens, lengths = right_padded(texts, config.max_prompt_tokens)
 
   def sample(rule: str, index: int) -> dict[str, Any]:
@@ -44,14 +50,14 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
     result = jax.device_get(
       specjax.sample(
         target,
-        specjax.NGramDrafter(),
+        drafter,
         tokens,
         key=jax.random.fold_in(jax.random.key(config.seed), list(verify.RULES).index(rule) + 1000 * index),
         prompt_lengths=lengths,
         max_new_tokens=config.new_tokens,
         num_draft_tokens=config.gamma,
         verifier=rule,
-        eos_id=tokenizer.eos_ids,
+        eos_id=eos_ids,
       )
     )
     made = [row[a:b] for row, a, b in zip(result.tokens, lengths, result.lengths, strict=True)]
@@ -64,7 +70,7 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
     found = audit(
       target,
       Samples(texts * len(made), generations, rows=np.tile(np.arange(len(texts)), len(made))),
-      eos_id=tokenizer.eos_ids,
+      eos_id=eos_ids,
       noise="float32",
       alpha=config.alpha,
     )
@@ -91,6 +97,18 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   kept.finish(summary)
   _show(summary)
   return summary
+
+
+def _load(config: ml_collections.ConfigDict) -> tuple[LanguageModel, Drafter, list[list[int]], tuple[int, ...]]:
+  """The model, a drafter, a prompt a row, and the tokens that end one."""
+  if config.model == TOY:
+    target, random = toy(), np.random.default_rng(config.seed)
+    lengths = random.integers(1, config.max_prompt_tokens + 1, config.rows)
+    texts = [random.integers(0, target.vocab_size, length).tolist() for length in lengths]
+    return target, specjax.ModelDrafter(flatter(target)), texts, (0,)
+  tokenizer = specjax.load_tokenizer(config.model)
+  texts = [tokenizer.encode(p.text)[-config.max_prompt_tokens :] for p in prompts("mixed", config.rows, config.seed)]
+  return specjax.load_model(config.model), specjax.NGramDrafter(), texts, tuple(tokenizer.eos_ids)
 
 
 def _show(summary: Mapping[str, Any]) -> None:
