@@ -1,0 +1,144 @@
+"""What was generated for a prompt, and how, as far as it is known; and a batch of it through other passes again.
+
+A `Run` may be ours or another engine's. Nothing here compares two of them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax import checks, keys, verify
+from specjax.language_model import LanguageModel, prefill, run
+from specjax.numerics.graphs import Graph, check_tokens
+from specjax.result import SampleResult
+from specjax.verify import Verifier
+from specjax.warp import DEFAULT_WARP, Warp
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+  """One generation.
+
+  prompt: int32[P], P >= 1. tokens: int32[N], generated, the stop token included.
+  warp: the law it was asked for; fields are scalars.
+  graph: how its logits were computed; None where that is not known, as for another engine. Of an engine that computes
+    in bfloat16, `Graph(activations="bfloat16")` says at least that.
+  key: the row's key, if every token was drawn as argmax(log p + g) with Gumbel noise g of that key and the token's
+    position (`verifier="coupled"`): two runs with one key share their noise. None for all others.
+
+  The constructor takes lists too, and makes arrays of them. Raises ValueError or TypeError for what can't be a run.
+  """
+
+  prompt: Any
+  tokens: Any
+  warp: Warp = DEFAULT_WARP
+  graph: Graph | None = None
+  key: Array | None = None
+
+  def __post_init__(self):
+    for name in ("prompt", "tokens"):
+      value = getattr(self, name)
+      array = np.asarray(value, np.int32) if np.size(value) == 0 else np.asarray(value)
+      if array.ndim != 1 or (name == "prompt" and not array.size):
+        raise ValueError(f"{name} has shape {array.shape}; it must be token ids, int[N], and a prompt has one or more.")
+      if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} has type {array.dtype}; it must hold token ids: encode text first.")
+      object.__setattr__(self, name, array)
+    checks.warp_settings(self.warp, 1)
+    if self.graph is not None and not isinstance(self.graph, Graph):
+      raise TypeError(f"graph must be a specjax.numerics.Graph or None, got {type(self.graph).__name__}.")
+    key = self.key
+    if key is not None and not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+      raise TypeError(f"key has type {type(key).__name__}; it must be a typed key, jax.random.key(seed), or None.")
+    if key is not None and key.shape:
+      raise ValueError(f"key has shape {key.shape}; it must be the one of this run's row: keys.row_keys(key, B)[b].")
+
+  @property
+  def greedy(self) -> bool:
+    return float(np.asarray(self.warp.temperature)) == 0
+
+  @classmethod
+  def from_result(
+    cls,
+    result: SampleResult,
+    *,
+    num_draft_tokens: int,
+    key: Array,
+    warp: Warp = DEFAULT_WARP,
+    verifier: str | Verifier = "token",
+    activations: str | None = None,
+  ) -> list["Run"]:
+    """The rows of one batch of `specjax.sample`, called with these arguments.
+
+    activations: the dtype of the model that was sampled, where it is not that of the model that will explain it.
+    """
+    tokens, ends, generated = (np.asarray(x) for x in (result.tokens, result.lengths, result.stats.generated))
+    batch = len(ends)
+    row_keys = keys.row_keys(key, batch) if verify.shares_noise(verify.get(verifier)) else [None] * batch
+    settings = checks.warp_settings(warp, batch)
+    graph = Graph(width=num_draft_tokens + 1, batch=batch, activations=activations)
+    return [
+      cls(
+        prompt=tokens[b, : ends[b] - generated[b]],
+        tokens=tokens[b, ends[b] - generated[b] : ends[b]],
+        warp=Warp(**{name: value[b].item() for name, value in vars(settings).items()}),
+        graph=dataclasses.replace(graph, row=b),
+        key=row_keys[b],
+      )
+      for b in range(batch)
+    ]
+
+
+def replay(
+  model: LanguageModel, runs: Sequence[Run], *, width: int, block: int | None = None, max_length: int | None = None
+) -> Iterator[np.ndarray]:
+  """Feeds a batch of runs, each with its own tokens, in passes of `width`, after `specjax.sample`'s passes of prompts.
+
+  Yields float32[B, block, V], again and again until the longest run ends: [b, i] of block j are the logits behind which
+  token `j * block + i` of run b was drawn; garbage from the run's end on.
+
+  width: 1 is plain decoding, gamma + 1 verification; a pass starts at every `width`-th generated token, where a
+    generation's own passes start anywhere.
+  block: positions at a time, a multiple of `width` (the default): lets two widths go side by side.
+  max_length: slots of the cache, as of `specjax.sample`.
+
+  Raises ValueError for runs that don't fit.
+  """
+  width = checks.count("width", width, 1)
+  block = checks.count("block", width if block is None else block, 1)
+  if block % width:
+    raise ValueError(f"block={block} must be a multiple of width={width}.")
+  texts = [check_tokens(model, np.concatenate([own.prompt, own.tokens])) for own in runs]
+  prompts = np.array([len(own.prompt) for own in runs], np.int32)
+  longest = max(len(own.tokens) for own in runs)
+  # The last block may reach beyond the longest run.
+  need = checks.slots(int(prompts.max()), int(prompts.max()) + longest, block)
+  slots = 1 << max(need - 1, checks.MIN_SLOTS - 1).bit_length() if max_length is None else max_length
+  if slots < need:
+    raise ValueError(f"max_length={max_length} is too small: these runs take {need} slots.")
+  tokens = np.zeros((len(runs), slots), np.int32)
+  for row, text in zip(tokens, texts, strict=True):
+    row[: len(text)] = text
+  cache = _read_prompts(model, tokens, prompts - 1)
+  for first in range(0, longest, block):
+    out = []
+    for at in range(first, first + block, width):
+      positions = prompts[:, None] - 1 + at + np.arange(width)[None]
+      fed = np.take_along_axis(tokens, positions, axis=1)
+      logits, cache = _pass(model, jnp.asarray(fed), cache, jnp.asarray(positions[:, 0]))
+      out.append(np.asarray(logits))
+    yield np.concatenate(out, axis=1)
+
+
+@jax.jit
+def _read_prompts(model: LanguageModel, tokens: Array, lengths: Array) -> Any:
+  cache = model.init_cache(model.params, *tokens.shape)
+  return prefill(model, cache, tokens, lengths, checks.PREFILL_CHUNK)
+
+
+_pass = jax.jit(run, donate_argnames="cache")
