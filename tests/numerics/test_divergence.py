@@ -249,6 +249,10 @@ def test_differences_are_explained(pair) -> None:
       assert second.margin is not None
       assert 0 < second.margin <= 2 * second.error
       assert f"{second.margin:.2g} apart" in str(right)
+      # Not drawn again, but errors elsewhere are as large as it takes, or not.
+      for share, kind in ((0.6, "numerics"), (0.4, "fault")):
+        elsewhere = own - share * second.margin * warp.temperature * (np.arange(36) == own[:NEVER].argmin())
+        assert judge(x, y, own, own, elsewhere).kind == kind
     else:
       edges += 1
       assert "at the edge of the support" in str(right)
