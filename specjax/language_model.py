@@ -70,6 +70,8 @@ def run(model: LanguageModel, tokens: Array, cache: Cache, start: Array) -> tupl
   """
 
   def once(model: LanguageModel, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
+    if model.placement is not None:
+      tokens, start = model.placement.constrain((tokens, start), model.placement.specs((tokens, start), ROWS))
     rewound = cache if model.rewind is None else model.rewind(cache, start)
     returned = model.apply(model.params, tokens, rewound, start)
     _check_pass(model, tokens, cache, returned)

@@ -16,8 +16,8 @@ split over. With the default rules heads, the inner width of the MLPs and the vo
   * A vocabulary that the parts don't divide is padded, by ids whose logits are -inf.
   * Query heads or an MLP width that the parts don't divide stay whole on every device, with a warning.
 
-Single-device forms of a CPU (`cpu_kernels`) are replaced by the plain ones, which the compiler can split. This module
-runs nothing and starts no processes.
+The forms for a CPU (`cpu_kernels`) can't be split: on a mesh of several devices the plain ones take their place. This
+module runs nothing and starts no processes.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def shard(model: Placeable, mesh: Mesh, rules: Rules | None = None, *, axes: Any
 
 def _shard(model: LanguageModel, mesh: Mesh, rules: Rules | None, axes: Any, defaults: Rules) -> LanguageModel:
   placement = Placement(_check_mesh(mesh), _check_rules(_known(defaults, mesh) if rules is None else rules, mesh))
-  if isinstance(model.apply, Apply):
+  if isinstance(model.apply, Apply) and mesh.size > 1:
     model, placement = _decoder(model, model.apply.config, placement)
   if axes is None:
     of = getattr(model.apply, "axes", None)

@@ -15,17 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from specjax import sharding
 from specjax.checks import MIN_SLOTS, PREFILL_CHUNK
-from specjax.language_model import Cache, LanguageModel, run
+from specjax.language_model import LanguageModel, empty_cache, run
 from specjax.models.transformer import DTYPES, Apply, as_checkpoint, from_checkpoint
 from specjax.numerics import float64
 
 _DTYPES = tuple(map(str, DTYPES))
-# Megatron's split (arXiv 1909.08053): these by outputs, the two behind them by inputs, whose partial sums are added up.
-_BY_OUTPUTS = ("q", "k", "v", "qkv", "gate", "up", "gate_up", "embed", "head")
-_BY_INPUTS = ("o", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,7 @@ class Graph:
   scan_layers, cpu_kernels: the form of a decoder, see `specjax.models.ops.Options`: layers in a loop or unrolled; rows
     padded to a power of two with the weight as left operand, and attention over blocks of the cache.
   jit: whether a pass is one compiled program, or every operation one of its own (`jax.disable_jit`).
-  mesh: devices that the (rows, tensors) are split over; None: no mesh. Tensors whose size the devices don't divide stay
-    whole.
+  mesh: devices that the (rows, tensors) are split over; None: no mesh. See `specjax.sharding` for what is split how.
 
   Raises ValueError for values that no machine could run.
   """
@@ -181,8 +178,13 @@ def unavailable(model: LanguageModel, graph: Graph, num_tokens: int, prompt_leng
     need, have = graph.mesh[0] * graph.mesh[1], jax.device_count()
     if need > have:
       return f"it takes {need} devices, and this process has {have} ({jax.default_backend()})"
-    if graph.mesh[1] > 1 and not _any_split(model, graph.mesh[1]):
-      return f"no tensor of this model can be split over {graph.mesh[1]} devices"
+    kernels = {"cpu_kernels": graph.cpu_kernels} if graph.cpu_kernels is not None else form(model)
+    if need > 1 and kernels.get("cpu_kernels"):
+      return "the CPU's kernels can't be split over devices: choose cpu_kernels=False"
+    try:
+      sharding.shard(jax.eval_shape(lambda model: model, model), _mesh(graph.mesh))
+    except ValueError as error:
+      return first_line(error)
   need = _num_slots(graph, num_tokens, prompt_length)
   if graph.slots is not None and graph.slots < need:
     return f"{graph.slots} slots are too few: these passes over {num_tokens} tokens write {need}"
@@ -224,8 +226,7 @@ def prepare(model: LanguageModel, graph: Graph) -> LanguageModel:
     if (options, dtype) != (model.apply.options, own):
       model = from_checkpoint(as_checkpoint(model), dtype=dtype, options=options)
   if graph.mesh is not None:
-    specs = _split(model.params, graph.mesh[1])
-    model = dataclasses.replace(model, params=jax.device_put(model.params, _named(_mesh(graph.mesh), specs)))
+    model = sharding.shard(model, _mesh(graph.mesh))
   return model
 
 
@@ -249,9 +250,10 @@ def feed(
     yield from float64.logits(model, tokens[:-1])
     return
   count, prompt = len(tokens) - 1, prompt_length - 1
+  vocab_size = model.vocab_size - (model.apply.config.vocab_padding if isinstance(model.apply, Apply) else 0)
   slots = graph.slots or 1 << max(_num_slots(graph, len(tokens), prompt_length) - 1, MIN_SLOTS - 1).bit_length()
   rows = np.stack([np.roll(tokens, shift - graph.row) for shift in range(graph.batch)])
-  cache, program = _start(model, graph, slots)
+  cache = empty_cache(model, graph.batch, slots)
   passes = [(start, prompt, PREFILL_CHUNK) for start in range(0, prompt, PREFILL_CHUNK)]
   width = graph.width or count - prompt
   passes += [(start, count, width) for start in range(prompt, count, width)]
@@ -260,9 +262,9 @@ def feed(
     garbage = width - real + (graph.padding if end == count else 0)
     fed = np.pad(rows[:, start : start + real], ((0, 0), (0, garbage)), mode="edge")
     with _precision(graph.precision), contextlib.nullcontext() if graph.jit else jax.disable_jit():
-      out, cache = program(model, *_place(graph, fed, cache, start))
+      out, cache = _pass(model, jnp.asarray(fed), cache, jnp.full(graph.batch, start, jnp.int32))
     if end == count:
-      yield np.arange(start, start + real), np.asarray(out[graph.row])[:real]
+      yield np.arange(start, start + real), np.asarray(out[graph.row])[:real, :vocab_size]
 
 
 def _num_slots(graph: Graph, num_tokens: int, prompt_length: int) -> int:
@@ -273,66 +275,9 @@ def _num_slots(graph: Graph, num_tokens: int, prompt_length: int) -> int:
   return max(whole, -(-prompt // PREFILL_CHUNK) * PREFILL_CHUNK)
 
 
-def _start(model: LanguageModel, graph: Graph, slots: int) -> tuple[Cache, Any]:
-  """An empty cache, and the program of a pass: (model, tokens, cache, start) -> (logits, cache)."""
-  cache = model.init_cache(model.params, graph.batch, slots)
-  if graph.mesh is None:
-    return cache, _program(None, None)
-  # The cache comes out as it went in: left to the compiler, the first pass would be another program than the rest.
-  mesh = _mesh(graph.mesh)
-  shardings = jax.tree.map(lambda leaf: _named(mesh, _cache_spec(leaf, graph.mesh)), cache)
-  leaves, tree = jax.tree.flatten(shardings)
-  return jax.device_put(cache, shardings), _program(tuple(leaves), tree)
-
-
-@functools.cache  # one program for all contexts
-def _program(leaves: tuple[NamedSharding, ...] | None, tree: Any) -> Any:
-  if leaves is None:
-    return jax.jit(run, donate_argnames="cache")
-  whole = NamedSharding(leaves[0].mesh, PartitionSpec())
-  return jax.jit(run, donate_argnames="cache", out_shardings=(whole, jax.tree.unflatten(tree, leaves)))
-
-
-def _place(graph: Graph, fed: np.ndarray, cache: Cache, start: int) -> tuple[Array, Cache, Array]:
-  tokens, starts = jnp.asarray(fed), jnp.full(graph.batch, start, jnp.int32)
-  if graph.mesh is not None:
-    tokens, starts = jax.device_put((tokens, starts), NamedSharding(_mesh(graph.mesh), PartitionSpec("rows")))
-  return tokens, cache, starts
-
-
 @functools.cache
 def _mesh(shape: tuple[int, int]) -> Mesh:
-  devices = jax.devices()[: shape[0] * shape[1]]
-  return jax.make_mesh(shape, ("rows", "tensors"), devices=devices, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  return sharding.mesh(data=shape[0], model=shape[1], devices=jax.devices()[: shape[0] * shape[1]])
 
 
-def _named(mesh: Mesh, specs: Any) -> Any:
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def _cache_spec(leaf: Array, mesh: tuple[int, int]) -> PartitionSpec:
-  """Heads of a decoder's [B, K, S, h] (after a layer axis, where stacked) over the tensors' devices; else rows."""
-  if leaf.ndim < 4:
-    return PartitionSpec("rows")
-  heads = "tensors" if leaf.shape[-3] % mesh[1] == 0 else None
-  return PartitionSpec(*(None,) * (leaf.ndim - 4), "rows", heads)
-
-
-def _any_split(model: LanguageModel, count: int) -> bool:
-  is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-  return any(len(spec) for spec in jax.tree.leaves(_split(model.params, count), is_leaf=is_spec))
-
-
-def _split(params: Any, count: int) -> Any:
-  """How each of a decoder's tensors lies on `count` devices, as PartitionSpecs; empty where it is whole on each."""
-
-  def spec(path: tuple, leaf: Array) -> PartitionSpec:
-    module = str(getattr(path[-2], "key", "")) if len(path) > 1 else ""
-    axis = {**dict.fromkeys(_BY_OUTPUTS, -2), **dict.fromkeys(_BY_INPUTS, -1)}.get(module)
-    if axis is not None and str(getattr(path[-1], "key", "")) == "bias":
-      axis = -1 if module in _BY_OUTPUTS else None
-    if axis is None or count == 1 or leaf.shape[axis] % count:
-      return PartitionSpec()
-    return PartitionSpec(*(None,) * (leaf.ndim + axis), "tensors")
-
-  return jax.tree_util.tree_map_with_path(spec, params)
+_pass = jax.jit(run, donate_argnames="cache")  # one program for all contexts

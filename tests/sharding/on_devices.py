@@ -8,14 +8,16 @@ import dataclasses
 import functools
 import pickle
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 import specjax
 from specjax import sharding, warp
+from specjax.language_model import empty_cache, run
 from specjax.models import tabular
 from specjax.models.config import DecoderConfig
 from specjax.models.ops import Options
@@ -75,7 +77,7 @@ def generate(mesh: Mesh | None) -> tuple[dict, str]:
   sample = jax.jit(lambda target, drafter, key: specjax.sample(target, drafter, key=key, verifier="coupled", **call))
   with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
     program = sample.lower(*placed(mesh), KEY).compile()
-    return plain(program(*placed(mesh), KEY)), program.as_text()
+    return plain(program(*placed(mesh), KEY)), program.as_text() or ""
 
 
 def plain(result: specjax.SampleResult) -> dict:
@@ -94,7 +96,8 @@ def round_by_round(mesh: Mesh) -> tuple[dict, dict]:
   types = lambda tree: jax.tree.map(lambda leaf: str(jax.typeof(leaf)), tree)  # noqa: E731
   with jax.set_mesh(mesh):
     target, drafter = placed(mesh)
-    first = state = specjax.init(target, drafter, key=KEY, **settings())
+    first = specjax.init(target, drafter, key=KEY, **settings())
+    state, info = step(first, target, drafter)
     while not state.finished.all():
       state, info = step(state, target, drafter)
   return plain(state.result()), {"first": types(first), "last": types(state), "info": types(info)}
@@ -140,12 +143,83 @@ def bits(mesh: Mesh) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   return found
 
 
+def errors() -> dict[str, str]:
+  """What is refused, before anything is compiled."""
+  eight, explicit = on(1, 8), on(2, 4, True)
+  model, call = decoder(0, 1), settings()
+  placed_model = sharding.shard(model, on(2, 4))
+
+  def sample(target: specjax.LanguageModel, **changes) -> None:
+    specjax.sample(target, None, key=KEY, **call | {"num_draft_tokens": 0} | changes)
+
+  def set_and_sample(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh):
+      sample(placed_model)
+
+  calls = {
+    "heads": lambda: sharding.shard(model, eight),
+    "kv_heads": lambda: sharding.shard(model, on(2, 4), {"heads": "model", "kv_heads": "data"}),
+    "size": lambda: sharding.mesh(model=3),
+    "number": lambda: sharding.mesh(model=0),
+    "no mesh": lambda: sharding.shard(model, (2, 4)),
+    "other axes": lambda: sharding.shard(model, jax.make_mesh((8,), ("x",), (AxisType.Auto,))),
+    "logical": lambda: sharding.shard(model, on(2, 4), {"head": "model"}),
+    "mesh axis": lambda: sharding.shard(model, on(2, 4), {"heads": "tensor"}),
+    "twice": lambda: sharding.shard(model, on(2, 4), {"embed": "model", "mlp": "model"}),
+    "no rules": lambda: sharding.shard(model, on(2, 4), "model"),
+    "no model": lambda: sharding.shard(model.params, on(2, 4)),
+    "rows": lambda: sample(placed_model, **{name: call[name][:7] for name in ("prompt_tokens", "prompt_lengths")}),
+    "not set": lambda: sample(sharding.shard(model, explicit)),
+    "another set": lambda: set_and_sample(on(4, 2)),
+  }
+  found = {}
+  for name, function in calls.items():
+    try:
+      function()
+    except (TypeError, ValueError) as error:
+      found[name] = f"{type(error).__name__}: {error}"
+  return found
+
+
+def odd_sizes() -> dict:
+  """Sizes that 4 devices don't divide: 6 heads, a width of 50, 97 tokens; and sizes that can be made to: 2 KV heads."""
+  random, mesh, found = np.random.default_rng(0), on(2, 4), {}
+  for name, heads, width in (("whole", 6, 50), ("repeated", 8, 48)):
+    config = DecoderConfig(
+      architecture="toy", vocab_size=97, context_length=64, num_layers=1, d_model=32, num_heads=heads, num_kv_heads=2,
+      head_dim=8, d_ff=width, qkv_bias=True, qk_norm=True,
+    )  # fmt: skip
+    model = abstract_decoder(config, options=Options(scan_layers=False, cpu_kernels=True), dtype=jnp.float32)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 5, leaf.dtype), model.params)
+    model, tokens, start = dataclasses.replace(model, params=params), random.integers(0, 97, (2, 5), np.int32), [0, 0]
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      split = sharding.shard(model, mesh)
+    abstract = sharding.shard(jax.eval_shape(lambda model: model, model), mesh) if name == "repeated" else split
+    logits = [
+      np.asarray(jax.jit(run)(each, tokens, empty_cache(each, 2, 16), np.array(start, np.int32))[0])
+      for each in (model, split)
+    ]
+    layer = split.params["layers"][0]
+    found[name] = {
+      "logits": logits,
+      "warnings": [str(warning.message) for warning in caught],
+      "specs": {key: str(layer[key]["weight"].sharding.spec) for key in ("q", "k", "o", "up", "down")},
+      "embed": (split.params["embed"]["weight"].shape, str(split.params["embed"]["weight"].sharding.spec)),
+      "kv_heads": split.apply.config.num_kv_heads,
+      "abstract": jax.tree.map(lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding),
+                               abstract.params, split.params),
+    }  # fmt: skip
+  return found
+
+
 def main(path: str) -> None:
   eight, explicit = on(2, 4), on(2, 4, True)
   found: dict = {"programs": programs(eight), "law": joint_law(eight), "bits": bits(eight)}
   meshes = {"1 device": None, "2x1 explicit": on(2, 1, True), "2x2": on(2, 2), "2x4": eight}
   runs = {name: generate(mesh) for name, mesh in meshes.items()}
   found["generations"] = {name: generation for name, (generation, _) in runs.items()}
+  found |= {"errors": errors(), "odd": odd_sizes()}
   found["programs"]["sample"] = runs["2x4"][1]
   found["generations"]["2x4 explicit, round by round"], found["types"] = round_by_round(explicit)
   with open(path, "wb") as file:

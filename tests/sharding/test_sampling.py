@@ -1,4 +1,4 @@
-"""Sampling from models on a mesh: the same tokens, nothing as long as the vocabulary gathered, state where it belongs."""
+"""Sampling from models on a mesh: the same tokens, nothing of the vocabulary gathered, the state where it belongs."""
 
 import os
 import pathlib
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -99,3 +100,53 @@ def test_random_bits_are_the_same_on_every_mesh(found, draw) -> None:
 
 def test_joint_law_over_a_split_vocabulary(found) -> None:
   assert_follows(map(tuple, found["law"]["pairs"].tolist()), found["law"]["law"])
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("heads", "ValueError: heads can't be split over 8 devices: the model has 4. Use at most 4"),
+    ("kv_heads", "ValueError: kv_heads in 2 parts don't go with heads in 4"),
+    ("size", "ValueError: data=2 times model=3 is not 8"),
+    ("number", "ValueError: model=0 must be a whole number"),
+    ("no mesh", "TypeError: mesh must be a jax.sharding.Mesh, got tuple"),
+    ("other axes", 'ValueError: the mesh has the axes x, and the default rules know data and model: pass rules'),
+    ("logical", "ValueError: rules name unknown logical axes: head. Known: batch, vocab"),
+    ("mesh axis", "ValueError: rules split heads over 'tensor'; the mesh has the axes data, model"),
+    ("twice", "ValueError: rules split two axes of one array over the same mesh axis"),
+    ("no rules", "TypeError: rules must map logical axes to mesh axes, got 'model'"),
+    ("no model", "TypeError: model must be a specjax.LanguageModel or a drafter, got dict"),
+    ("rows", "ValueError: prompt_tokens has 7 rows, which 2 devices can't share evenly"),
+    ("not set", "ValueError: the model lies on a mesh of Explicit axes, {'data': 2, 'model': 4}, and no mesh is set"),
+    ("another set", "ValueError: the model lies on the mesh {'data': 2, 'model': 4}, but jax.set_mesh has set"),
+  ],
+)  # fmt: skip
+def test_what_is_refused(found, name, message) -> None:
+  assert found["errors"][name].startswith(message)
+
+
+@pytest.mark.parametrize("name", ["whole", "repeated"])
+def test_sizes_that_devices_do_not_divide(found, name) -> None:
+  """6 heads and a width of 50 stay whole, with warnings; 2 KV heads become 4, 97 tokens 128: the same logits."""
+  odd = found["odd"][name]
+  one, many = odd["logits"]
+  np.testing.assert_allclose(many[..., :97], one, atol=1e-5)
+  assert (many[..., 97:] == -np.inf).all()
+  assert many.shape[-1] == 128
+  assert odd["embed"] == ((128, 32), "P('model', None)")
+  if name == "whole":
+    assert set(odd["specs"].values()) == {"P(None, None)"}
+    assert [words.split(":")[0] for words in odd["warnings"]] == [
+      "6 heads don't divide over 4 devices",
+      "an MLP width of 50 doesn't divide over 4 devices",
+    ]
+  else:
+    rows, columns = "P('model', None)", "P(None, 'model')"
+    assert odd["specs"] == {"q": rows, "k": rows, "o": columns, "up": rows, "down": columns}
+    assert odd["kv_heads"] == 4
+    assert not odd["warnings"]
+
+
+def test_placing_without_weights(found) -> None:
+  """Shapes, types and shardings of jax.ShapeDtypeStructs are those of arrays."""
+  assert all(jax.tree.leaves(found["odd"]["repeated"]["abstract"]))
