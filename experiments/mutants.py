@@ -46,8 +46,10 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   kept = report.Run("mutants", config, results)
   engines = CONTROLS | {mutant.name: mutant.engine for mutant in chosen}
   with tqdm.tqdm(total=len(engines) * len(CHECKS), desc="Checking", unit="check", smoothing=0, disable=None) as bar:
-    for name, engine in engines.items():
+    for index, (name, engine) in enumerate(engines.items()):
       bar.set_description(name)
+      if index % 8 == 7:
+        jax.clear_caches()  # some hundred programs a process are all that Linux has memory maps for
       for check, p_value in CHECKS.items():
         kept.item(f"{name}/{check}", lambda engine=engine, p_value=p_value: p_value(engine))
         bar.update()
