@@ -15,7 +15,7 @@ _MAPS = pathlib.Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True, scope="module")
 def _room_for_programs():
-  """Drops compiled programs before Linux runs out of memory maps for them (65,530 a process, some hundred a program)."""
+  """Drops compiled programs before Linux runs out of memory maps (65,530 a process; a program takes some hundred)."""
   yield
   if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 30_000:
     jax.clear_caches()
