@@ -15,6 +15,7 @@ import jax
 import ml_collections
 
 import specjax
+from experiments import processes
 from experiments import report as reports
 from specjax.audit import Report, Samples, audit
 from specjax.language_model import LanguageModel
@@ -50,7 +51,8 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = reports.RESUL
   reports.write_json(
     folder / "results.json", {"environment": reports.environment(), "config": config, "report": found.to_dict()}
   )
-  found.plot(folder / "audit.png")
+  if processes.first():
+    found.plot(folder / "audit.png")
   print(found)
   print(f"Written: {folder / 'audit.png'} and results.json beside it.")
   return found

@@ -18,7 +18,7 @@ import numpy as np
 import tqdm
 
 import specjax
-from experiments import report
+from experiments import processes, report
 from specjax import verify
 from specjax.audit import Samples, audit
 from specjax.audit.engine import Engine
@@ -224,8 +224,9 @@ def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, f
   for m in summary["mutants"]:
     marks = [_mark(p) for p in p_values[m["name"]].values()]
     lines.append(f"| {m['name']} | {m['description']} | {' | '.join(marks)} | {_tokens(m)} |")
-  with report.replacing(path) as temporary:
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+  if processes.first():
+    with report.replacing(path) as temporary:
+      temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _mark(p_value: float | None) -> str:

@@ -19,7 +19,7 @@ import tqdm
 from flax import nnx
 
 import specjax
-from experiments import report
+from experiments import processes, report
 from specjax.files import plain
 from specjax.language_model import LanguageModel
 from specjax.models.config import DecoderConfig
@@ -182,7 +182,8 @@ def _elsewhere(
 
 def _show(name: str, found: Comparison, kept: report.Run) -> dict[str, Any]:
   path = kept.folder / f"matrix-{name}.png"
-  found.plot(path, f"{name}, {found.backend}")
+  if processes.first():
+    found.plot(path, f"{name}, {found.backend}")
   summary, same = found.summary(), found.identical()
 
   def interval(values: Sequence[float], style: str) -> str:

@@ -7,13 +7,16 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
 import platform
 import statistics
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +27,11 @@ import rich.table
 import rich.text
 import tqdm
 
-from specjax.files import plain, replacing, write_json
+from experiments import processes
+from specjax import files
+from specjax.files import plain, replacing
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(os.environ.get("SPECJAX_RESULTS") or pathlib.Path(__file__).parent / "results")
 
 
 def environment() -> dict[str, Any]:
@@ -73,7 +78,8 @@ class Run:
   """One run of an experiment, kept item by item in `folder`, so that a run which was interrupted goes on.
 
   What was kept is used again under the same config, in the same environment and at the same state of the code alone:
-  timings of two machines do not mix.
+  timings of two machines do not mix. In several processes each computes every item, process 0 keeps what it found, and
+  all go on with that.
 
     run = Run("quickstart", config)
     for prompt in prompts:
@@ -87,23 +93,26 @@ class Run:
     self.config = plain(config)
     key = json.dumps([self.config, self.environment], sort_keys=True).encode()
     self._path = self.folder / f"unfinished-{hashlib.sha256(key).hexdigest()[:12]}.jsonl"
-    self.items: dict[str, Any] = dict(_read_lines(self._path))
+    # Those of process 0: the others may have none, and all must leave out the same items.
+    self.items: dict[str, Any] = processes.share(dict(_read_lines(self._path)) if processes.first() else None)
 
   def item(self, key: str, compute: Callable[[], Any]) -> Any:
     """What `compute` returned for `key`, in this run or before its interruption, as it reads back from JSON."""
     if key not in self.items:
       line = json.dumps([key, plain(compute())])
-      self.folder.mkdir(parents=True, exist_ok=True)
-      with self._path.open("a") as file:
-        file.write(line + "\n")
-      self.items[key] = json.loads(line)[1]
+      if processes.first():
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+          file.write(line + "\n")
+      self.items[key] = processes.share(json.loads(line)[1])
     return self.items[key]
 
   def finish(self, summary: Any) -> pathlib.Path:
     """Writes results.json: environment, config, summary, and every item. The next run starts afresh."""
     path = self.folder / "results.json"
     write_json(path, {"environment": self.environment, "config": self.config, "summary": summary, "items": self.items})
-    self._path.unlink(missing_ok=True)
+    if processes.first():
+      self._path.unlink(missing_ok=True)
     return path
 
 
@@ -155,7 +164,10 @@ def median_interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int)
 
 
 def launch(run: Callable[[Any], Any], config: str) -> None:
-  """Runs an experiment as a program: `run` of configs/`config`.py with the settings of the command line."""
+  """Runs an experiment as a program: `run` of configs/`config`.py with the settings of the command line.
+
+  Where a launch script has started several processes, they join first and agree on the settings; process 0 prints.
+  """
   from absl import app, logging
   from ml_collections import config_flags
 
@@ -164,7 +176,19 @@ def launch(run: Callable[[Any], Any], config: str) -> None:
 
   def main(_: Sequence[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # jax reports every backend that is not there
-    run(settings.value)
+    processes.join()
+    try:
+      processes.require_same("settings and code", {"config": plain(settings.value), "commit": _commit()})
+      with contextlib.nullcontext() if processes.first() else contextlib.redirect_stdout(io.StringIO()):
+        run(settings.value)
+    except BaseException:
+      if not processes.several():
+        raise
+      # An orderly exit would wait for the others, and they wait for this process in the midst of a computation.
+      traceback.print_exc()
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(1)
 
   app.run(main)
 
@@ -204,9 +228,16 @@ def plot_style() -> None:
 
 
 def save_figure(figure: Any, path: pathlib.Path) -> None:
-  """Writes a matplotlib figure in the format of the path's suffix, and closes it."""
+  """Writes a matplotlib figure in the format of the path's suffix, in process 0, and closes it."""
   import matplotlib.pyplot as plt
 
-  with replacing(path) as temporary:
-    figure.savefig(temporary)
+  if processes.first():
+    with replacing(path) as temporary:
+      figure.savefig(temporary)
   plt.close(figure)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """`specjax.files.write_json`, in process 0."""
+  if processes.first():
+    files.write_json(path, value)

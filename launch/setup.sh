@@ -6,6 +6,7 @@
 # Environment:
 #   PYTHON        the interpreter to build .venv with (default: the first of python3, python3.13, python3.12, python3.11
 #                 that is at least 3.11)
+#   SPECJAX_FETCH_PYTHON  if set and there is no such Python, one is fetched with uv (the images of TPU VMs have 3.10)
 #   SPECJAX_JAX   the jax to install, e.g. "jax[tpu]" or "jax[cuda13]" (default: the last one asked for, else "jax")
 set -euo pipefail
 
@@ -19,6 +20,12 @@ supported() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/
 
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
+fetch_python() {
+  echo "setup: fetching Python 3.12" >&2
+  python3 -m pip install --quiet --disable-pip-version-check --user uv >&2 &&
+    python3 -m uv python install --quiet 3.12 >&2 && python3 -m uv python find --managed-python 3.12
+}
+
 choose_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]]; then
@@ -29,6 +36,7 @@ choose_python() {
   for candidate in python3 python3.13 python3.12 python3.11; do
     supported "$candidate" && echo "$candidate" && return
   done
+  [[ -z ${SPECJAX_FETCH_PYTHON:-} ]] || { fetch_python && return; }
   echo "setup: no Python of at least 3.11 on PATH (tried python3, python3.13, python3.12, python3.11)." \
     "Install one, or set PYTHON=/path/to/python." >&2
   return 1

@@ -1,0 +1,131 @@
+"""The launch scripts for several processes on this machine, GKE and Slurm: what they start, and what they refuse."""
+
+import pathlib
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import clone
+
+# Says who it is; as the process of the second argument it ends with the status of the third.
+TOY = """
+import os, sys
+
+process = os.environ["SPECJAX_PROCESS"]
+print("out", process, os.environ["SPECJAX_PROCESSES"], os.environ["JAX_NUM_CPU_DEVICES"], sys.argv[1:], flush=True)
+print("[Gloo] Rank 0 is connected to 1 peer ranks.", flush=True)
+print("words of process", process, file=sys.stderr)
+if sys.argv[2:] and sys.argv[2] == process:
+  os.kill(os.getpid(), int(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def root(tmp_path: pathlib.Path) -> pathlib.Path:
+  return clone.make(tmp_path, TOY)
+
+
+def recorded(root: pathlib.Path, script: str, commands: str, *arguments: str):
+  """A call with commands that record their words, and these, a list a command."""
+  for name in commands.split():
+    clone.command(root.parent / "bin", name, clone.RECORDER)
+  path = root.parent / "recorded"
+  done = clone.call(root, script, *arguments, path=root.parent / "bin", RECORDED=str(path))
+  return done, [block.splitlines() for block in path.read_text().split("\n\n")[:-1]] if path.exists() else []
+
+
+def test_multiprocess_starts_each_and_marks_their_words(root: pathlib.Path) -> None:
+  done = clone.call(root, "multiprocess.sh", "--processes=3", "--devices=2", "toy", "a b")
+  assert done.returncode == 0, done.stderr
+  seen = "3 2 ['--config=configs/toy.py', 'a b']"
+  assert sorted(done.stdout.splitlines()) == [f"out {i} {seen}" for i in range(3)]
+  assert sorted(done.stderr.splitlines()) == [f"[{i}] words of process {i}" for i in range(3)]
+
+
+def test_multiprocess_says_which_process_ended(root: pathlib.Path) -> None:
+  done = clone.call(root, "multiprocess.sh", "toy", "1", "9")
+  assert done.returncode == 137
+  assert "multiprocess: process 1 of 2 ended with status 137, signal 9." in done.stderr
+  assert "process 0 of 2" not in done.stderr
+
+
+def test_multiprocess_dry_run_reads_back(root: pathlib.Path) -> None:
+  done = clone.call(root, "multiprocess.sh", "--dry-run", "--processes=2", "toy", "a b", "it's")
+  first, second = map(shlex.split, done.stdout.splitlines())
+  assert first[-4:] == [f"{root}/launch/worker.sh", "toy", "a b", "it's"]
+  assert {"JAX_PLATFORMS=cpu", "JAX_NUM_CPU_DEVICES=4", "SPECJAX_PROCESSES=2", "SPECJAX_PROCESS=0"} < set(first)
+  assert set(first) ^ set(second) == {"SPECJAX_PROCESS=0", "SPECJAX_PROCESS=1"}
+
+
+def test_gke_ships_a_clean_clone_and_submits(root: pathlib.Path) -> None:
+  (root / "launch" / "local.sh").write_text("changed here, and not committed")
+  flags = ("--name=pair", "--cluster=c", "--zone=z", "--type=v6e-8", "--results=/results", "--xpk-flag=--priority=high")
+  done, calls = recorded(root, "gke_xpk.sh", "xpk", *flags, "toy", "a b")
+  assert done.returncode == 0, done.stderr
+  assert f"uncommitted changes stay here: {clone.commit(root)} is shipped" in done.stderr
+  (call,) = calls
+  (shipped,) = [word for word in call if word.startswith("--script-dir=")]
+  assert [word for word in call if word != shipped] == [
+    *shlex.split("xpk workload create --workload=pair --cluster=c --zone=z --tpu-type=v6e-8 --num-slices=1"),
+    *shlex.split("--max-restarts=10 --base-docker-image=python:3.12 --env=SPECJAX_RESULTS=/results"),
+    *shlex.split("--env=SPECJAX_PROCESSES=auto --env=SPECJAX_JAX=jax[tpu] --priority=high"),
+    "--command=./launch/worker.sh toy 'a b'",
+  ]
+  assert not pathlib.Path(shipped.removeprefix("--script-dir=")).exists()
+  done, calls = recorded(root, "gke_xpk.sh", "xpk kubectl", "--logs", "--name=pair")
+  assert calls[-1][:3] == ["kubectl", "logs", "--selector=jobset.sigs.k8s.io/jobset-name=pair"]
+
+
+def test_slurm_sets_up_and_submits(root: pathlib.Path) -> None:
+  flags = ("--nodes=2", "--gpus=8", "--time=1:00:00", "--sbatch-flag=--account=a b")
+  done, calls = recorded(root, "slurm.sh", "sbatch", *flags, "toy", "it's")
+  assert done.returncode == 0, done.stderr
+  assert (root / ".venv" / "setup.log").read_text() == "setup with jax[cuda13]\n"
+  (call,) = calls
+  assert call[:-1] == [
+    *shlex.split("sbatch --job-name=specjax-toy --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --requeue"),
+    "--open-mode=append", f"--output={root}/experiments/results/slurm/specjax-toy.log", "--time=1:00:00",
+    "--account=a b", "--export=ALL,SPECJAX_PROCESSES=auto",
+  ]  # fmt: skip
+  assert shlex.split(call[-1].removeprefix("--wrap=")) == ["srun", f"{root}/launch/worker.sh", "toy", "it's"]
+
+
+@pytest.mark.parametrize(
+  ("script", "arguments", "words"),
+  [
+    ("multiprocess.sh", ["--processes=0", "toy"], "--processes=0 must be a whole number, 1 or more"),
+    ("multiprocess.sh", ["--devices", "toy"], "--devices needs a value: --devices=VALUE"),
+    ("multiprocess.sh", ["--hosts=2", "toy"], "unknown flag --hosts=2"),
+    ("multiprocess.sh", [], "name an experiment: one of toy"),
+    ("worker.sh", ["../toy"], "no experiment '../toy'"),
+    ("gke_xpk.sh", ["--name=n", "--cluster=c", "--zone=z", "--type=v6e-8", "toy"], "--results is missing"),
+    ("gke_xpk.sh", ["--name=n", "--zone=z", "toy"], "--cluster is missing"),
+    ("slurm.sh", ["--gpus=many", "toy"], "--gpus=many must be a whole number"),
+    ("slurm.sh", ["--delete"], "--name=NAME is missing"),
+  ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+  root: pathlib.Path, script: str, arguments: list[str], words: str
+) -> None:
+  done, calls = recorded(root, script, "xpk kubectl sbatch scancel", *arguments)
+  assert done.returncode == 2
+  assert words in done.stderr
+  assert calls == []
+  assert not (root / ".venv").exists()
+
+
+@pytest.mark.parametrize("script", ["worker.sh", "multiprocess.sh", "tpu_vm.sh", "gke_xpk.sh", "slurm.sh"])
+def test_the_head_of_a_script_is_its_help(root: pathlib.Path, script: str) -> None:
+  done = clone.call(root, script, "--help")
+  assert (done.returncode, done.stderr) == (0, "")
+  assert f"./launch/{script}" in done.stdout
+  assert not [line for line in done.stdout.splitlines() if line.startswith(("#", "set -"))]
+
+
+def test_shellcheck() -> None:
+  scripts = sorted([*(clone.ROOT / "launch").glob("*.sh"), clone.ROOT / "tests" / "launch" / "gcloud.sh"])
+  tool = pathlib.Path(sys.executable).parent / "shellcheck"
+  done = subprocess.run([tool, "-x", *scripts], cwd=clone.ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout + done.stderr
