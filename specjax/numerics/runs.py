@@ -4,6 +4,7 @@ A `Run` may be ours or another engine's. Nothing here compares two of them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from specjax import checks, keys, verify
-from specjax.language_model import LanguageModel, prefill, run
+from specjax.language_model import LanguageModel, empty_cache, prefill, run
 from specjax.numerics.graphs import Graph, check_tokens
 from specjax.result import SampleResult
 from specjax.verify import Verifier
@@ -95,50 +96,56 @@ class Run:
 
 
 def replay(
-  model: LanguageModel, runs: Sequence[Run], *, width: int, block: int | None = None, max_length: int | None = None
-) -> Iterator[np.ndarray]:
-  """Feeds a batch of runs, each with its own tokens, in passes of `width`, after `specjax.sample`'s passes of prompts.
+  model: LanguageModel,
+  runs: Sequence[Run],
+  *widths: int,
+  max_length: int | None = None,
+  prefill_chunk: int = checks.PREFILL_CHUNK,
+) -> Iterator[tuple[np.ndarray, ...]]:
+  """Feeds a batch of runs, each with its own tokens, through `specjax.sample`'s passes of prompts and then through
+  passes of each of `widths` tokens: 1 is plain decoding, gamma + 1 verification.
 
-  Yields float32[B, block, V], again and again until the longest run ends: [b, i] of block j are the logits behind which
-  token `j * block + i` of run b was drawn; garbage from the run's end on.
+  Yields a float32[B, W, V] for each width, W = max(widths), again and again until the longest run ends: [b, i] of the
+  j-th are the logits behind which token `j W + i` of run b was drawn; garbage from the run's end on. A pass starts at
+  every `width`-th generated token, where those of a generation may start anywhere.
 
-  width: 1 is plain decoding, gamma + 1 verification; a pass starts at every `width`-th generated token, where a
-    generation's own passes start anywhere.
-  block: positions at a time, a multiple of `width` (the default): lets two widths go side by side.
-  max_length: slots of the cache, as of `specjax.sample`.
+  widths: divisors of the largest. The model's dtype is what it computes in, whatever the runs' graphs say.
+  max_length, prefill_chunk: as of `specjax.sample`.
 
   Raises ValueError for runs that don't fit.
   """
-  width = checks.count("width", width, 1)
-  block = checks.count("block", width if block is None else block, 1)
-  if block % width:
-    raise ValueError(f"block={block} must be a multiple of width={width}.")
+  block = max(checks.count("width", width, 1) for width in widths)
+  if bad := [width for width in widths if block % width]:
+    raise ValueError(f"width {bad[0]} must divide the largest, {block}.")
   texts = [check_tokens(model, np.concatenate([own.prompt, own.tokens])) for own in runs]
   prompts = np.array([len(own.prompt) for own in runs], np.int32)
   longest = max(len(own.tokens) for own in runs)
   # The last block may reach beyond the longest run.
-  need = checks.slots(int(prompts.max()), int(prompts.max()) + longest, block)
+  need = checks.slots(int(prompts.max()), int(prompts.max()) + longest, block, prefill_chunk)
   slots = 1 << max(need - 1, checks.MIN_SLOTS - 1).bit_length() if max_length is None else max_length
   if slots < need:
     raise ValueError(f"max_length={max_length} is too small: these runs take {need} slots.")
   tokens = np.zeros((len(runs), slots), np.int32)
   for row, text in zip(tokens, texts, strict=True):
     row[: len(text)] = text
-  cache = _read_prompts(model, tokens, prompts - 1)
+  cache = _read_prompts(model, tokens, prompts - 1, prefill_chunk)
+  caches = [cache, *(jax.tree.map(jnp.copy, cache) for _ in widths[1:])]
   for first in range(0, longest, block):
     out = []
-    for at in range(first, first + block, width):
-      positions = prompts[:, None] - 1 + at + np.arange(width)[None]
-      fed = np.take_along_axis(tokens, positions, axis=1)
-      logits, cache = _pass(model, jnp.asarray(fed), cache, jnp.asarray(positions[:, 0]))
-      out.append(np.asarray(logits))
-    yield np.concatenate(out, axis=1)
+    for i, width in enumerate(widths):
+      passes = []
+      for at in range(first, first + block, width):
+        positions = prompts[:, None] - 1 + at + np.arange(width)[None]
+        fed = np.take_along_axis(tokens, positions, axis=1)
+        logits, caches[i] = _pass(model, jnp.asarray(fed), caches[i], jnp.asarray(positions[:, 0]))
+        passes.append(np.asarray(logits))
+      out.append(np.concatenate(passes, axis=1))
+    yield tuple(out)
 
 
-@jax.jit
-def _read_prompts(model: LanguageModel, tokens: Array, lengths: Array) -> Any:
-  cache = model.init_cache(model.params, *tokens.shape)
-  return prefill(model, cache, tokens, lengths, checks.PREFILL_CHUNK)
+@functools.partial(jax.jit, static_argnames="chunk")
+def _read_prompts(model: LanguageModel, tokens: Array, lengths: Array, chunk: int) -> Any:
+  return prefill(model, empty_cache(model, *tokens.shape), tokens, lengths, chunk)
 
 
 _pass = jax.jit(run, donate_argnames="cache")

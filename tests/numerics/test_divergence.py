@@ -159,7 +159,7 @@ def sampled(model, drafter, gamma: int, warp: Warp, eos_id: int) -> tuple[list[R
 
 
 def logits(model, runs: list[Run]) -> np.ndarray:
-  return np.concatenate(list(replay(model, runs, width=1)), axis=1)
+  return np.concatenate([block for (block,) in replay(model, runs, 1)], axis=1)
 
 
 def observe(a: list[Run], b: list[Run]) -> Curve:
@@ -222,10 +222,10 @@ def test_replay_goes_through_the_sampler_s_passes(pair) -> None:
   ends = np.array([len(run.tokens) for run in runs])
   assert len(set(ends)) > 3
   given = np.asarray(result.logprobs)
-  for width, block in ((1, 4), (4, None)):
-    found = list(replay(pair[0], runs, width=width, block=block))
-    assert [block.shape for block in found] == [(ROWS, 4, 36)] * 2
-    log_p = np.asarray(log_probs(np.concatenate(found, axis=1), Warp(top_k=9).per_row(ROWS)))
+  found = list(replay(pair[0], runs, 1, 4))
+  assert [[block.shape for block in blocks] for blocks in found] == [[(ROWS, 4, 36)] * 2] * 2
+  for blocks in zip(*found, strict=True):
+    log_p = np.asarray(LAW(np.concatenate(blocks, axis=1), Warp(top_k=9).per_row(ROWS)))
     for b, run in enumerate(runs):
       own, start = log_p[b, np.arange(ends[b]), run.tokens], len(run.prompt)
       np.testing.assert_allclose(own, given[b, start : start + ends[b]], rtol=1e-6, atol=2e-6)  # of a sum's rounding
@@ -239,7 +239,7 @@ def test_differences_are_explained(pair) -> None:
   edges = 0
   for x, y in pairs[:60]:
     at = first_difference(x.tokens, y.tokens)
-    own, off = (next(replay(model, [x], width=NEW))[0, at] for model in pair)
+    own, off = (next(replay(model, [x], NEW))[0][0, at] for model in pair)
     right = judge(x, y, own, own, off)
     assert (right.kind, right.at, [e.repeated for e in right.evidence]) == ("numerics", at, [True, True])
     first, second = right.evidence
@@ -298,6 +298,6 @@ def test_runs_know_their_noise_and_law() -> None:
   with pytest.raises(ValueError, match="a prompt has one or more"):
     Run([], [1])
   with pytest.raises(ValueError, match=r"tokens\[1\]=9 is outside"):
-    next(replay(model, [Run([0], [9])], width=1))
-  with pytest.raises(ValueError, match="multiple of width"):
-    next(replay(model, [Run([0], [1])], width=2, block=3))
+    next(replay(model, [Run([0], [9])], 1))
+  with pytest.raises(ValueError, match="width 2 must divide the largest, 3"):
+    next(replay(model, [Run([0], [1])], 2, 3))
