@@ -20,6 +20,16 @@ def get_config() -> ml_collections.ConfigDict:
         "top_p": 0.9,
         "devices": 8,  # of the process in which a CPU plays several
       },
+      "text": {
+        # In this order, prompts of HumanEval and Wikipedia in turns. A CPU converts 16-bit weights at every use.
+        "prompts": {"float32": 112, "bfloat16": 32, "float16": 32},
+        "batch": 16,  # prompts; each has two rows, greedy and at T = 1
+        "prompt_tokens": 32,  # the last ones of each prompt
+        "new_tokens": 32,
+        "gamma": 3,
+        "held_out": 24,  # Wikipedia texts whose perplexity is measured in every dtype
+        "held_out_tokens": 64,  # the first ones of each
+      },
       "seed": 0,
     }
   )
