@@ -7,9 +7,7 @@ and explained; and float32 scores both, to see whether one is worse.
 """
 
 import functools
-import pathlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,22 +19,18 @@ import scipy.stats
 import tqdm
 
 import specjax
-from experiments import report
+from experiments import numerics_text_show, report
 from experiments.numerics_matrix import TOY, toy
 from specjax.checks import slots
 from specjax.language_model import LanguageModel
 from specjax.numerics import (
-  Curve,
   Explanation,
   Graph,
   Run,
   explain,
   first_difference,
-  flip_probability,
   judge,
   logits,
-  measured,
-  predicted,
   replay,
   shared_noise,
 )
@@ -44,10 +38,8 @@ from specjax.numerics.graphs import prepare
 from specjax.tasks.prompts import prompts, right_padded
 
 MODES = {"greedy": 0.0, "coupled": 1.0}  # temperatures
-SAMPLERS = ("plain", "speculative")
-KINDS = ("numerics", "another draw", "fault")
 EXACT = "float32"  # scores every text, and is the reference of the others
-_COLOURS = {"float32": "#009e73", "bfloat16": "#d55e00", "float16": "#0072b2"}
+DTYPES = (EXACT, "bfloat16", "float16")
 
 
 def run(config: ml_collections.ConfigDict, kept: report.Run) -> dict[str, Any]:
@@ -57,8 +49,8 @@ def run(config: ml_collections.ConfigDict, kept: report.Run) -> dict[str, Any]:
   """
   own = config.text
   _check(own)
-  dtypes = [dtype for dtype in _COLOURS if own.prompts.get(dtype)]
-  steps = [(dtype, batch) for dtype in dtypes for batch in range(-(-own.prompts[dtype] // own.batch))]
+  dtypes = [dtype for dtype in DTYPES if any(own.prompts.get(dtype, ()))]
+  steps = [(dtype, batch) for dtype in dtypes for batch in range(-(-sum(own.prompts[dtype]) // own.rows))]
   read = list(dict.fromkeys((EXACT, *dtypes)))
   total = len(steps) * len(_Batch.STAGES) + len(read)
   with tqdm.tqdm(total=total, desc="Texts", disable=None) as bar:
@@ -70,31 +62,24 @@ def run(config: ml_collections.ConfigDict, kept: report.Run) -> dict[str, Any]:
       bar.set_description(f"Perplexity in {dtype}")
       kept.item(f"held out {dtype}", lambda dtype=dtype: _held_out(config, dtype))
       bar.update()
+  rows = {dtype: [row for d, b in steps if d == dtype for row in kept.items[f"text {dtype} {b}"]] for dtype in dtypes}
   found = {
-    dtype: {
-      mode: [row for d, batch in steps if d == dtype for row in kept.items[f"text {dtype} {batch}"][mode]]
-      for mode in MODES
-    }
+    dtype: {mode: mine for mode in MODES if (mine := [row for row in rows[dtype] if row["mode"] == mode])}
     for dtype in dtypes
   }
-  curves = {dtype: {mode: _curves(mode, rows) for mode, rows in modes.items()} for dtype, modes in found.items()}
-  summary = {
-    dtype: {mode: _summarise(rows, *curves[dtype][mode]) for mode, rows in modes.items()}
-    for dtype, modes in found.items()
-  }
-  held_out = {dtype: _paired(kept.items[f"held out {dtype}"], kept.items[f"held out {EXACT}"]) for dtype in read}
-  _show(config, summary, held_out, found)
-  path = kept.folder / f"text-{config.model}.png"
-  save_figure(curves, config, path)
-  return {"texts": summary, "held_out": held_out}
+  held_out = {dtype: kept.items[f"held out {dtype}"] for dtype in read}
+  return numerics_text_show.show(found, held_out, config, kept.folder / f"text-{config.model}.png")
 
 
 def _check(own: ml_collections.ConfigDict) -> None:
-  if unknown := set(own.prompts) - set(_COLOURS):
-    raise ValueError(f"config.text.prompts has {sorted(unknown)}; allowed: {', '.join(_COLOURS)}.")
-  if bad := [f"{dtype}={count}" for dtype, count in own.prompts.items() if count == 1 or count < 0]:
-    raise ValueError(f"config.text.prompts.{bad[0]} must be 0, to leave it out, or at least 2.")
-  for name, low in (("batch", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("gamma", 1), ("held_out", 2)):
+  if unknown := set(own.prompts) - set(DTYPES):
+    raise ValueError(f"config.text.prompts has {sorted(unknown)}; allowed: {', '.join(DTYPES)}.")
+  for dtype, counts in own.prompts.items():
+    if len(counts) != len(MODES) or any(count == 1 or count < 0 for count in counts):
+      raise ValueError(
+        f"config.text.prompts.{dtype}={counts} must be two numbers, greedy and coupled: 0, or 2 or more."
+      )
+  for name, low in (("rows", 1), ("prompt_tokens", 1), ("new_tokens", 1), ("gamma", 1), ("held_out", 2)):
     if own[name] < low:
       raise ValueError(f"config.text.{name}={own[name]} must be at least {low}.")
   if own.held_out_tokens < 2:
@@ -118,31 +103,33 @@ def _encoded(config: ml_collections.ConfigDict, source: str, count: int) -> list
 
 
 class _Batch:
-  """Some prompts in one dtype, each in two rows: one for each mode."""
+  """Some rows of one dtype: prompts that are sampled greedily, and behind the last of them those at T = 1."""
 
   STAGES = ("plain", "speculative", "both again", "scores")
 
   def __init__(self, config: ml_collections.ConfigDict, dtype: str, index: int):
     own = config.text
     self.config, self.own, self.dtype = config, own, dtype
-    count = min(own.batch, own.prompts[dtype] - index * own.batch)
-    texts = _encoded(config, "mixed", index * own.batch + count)[index * own.batch :]
-    self.count = count
-    # A last batch that is not full is filled up with its own prompts: one program for all.
-    texts = [texts[i % count][-own.prompt_tokens :] for i in range(own.batch)]
-    self.tokens, self.lengths = right_padded(texts * len(MODES), own.prompt_tokens)
+    jobs = [(mode, i) for mode, count in zip(MODES, own.prompts[dtype], strict=True) for i in range(count)]
+    jobs = jobs[index * own.rows : (index + 1) * own.rows]
+    self.count = len(jobs)
+    # A batch that is not full is filled up with its own rows: one program for all.
+    jobs = [jobs[b % self.count] for b in range(own.rows)]
+    self.modes = [mode for mode, _ in jobs]
+    texts = _encoded(config, "mixed", max(i for _, i in jobs) + 1)
+    self.tokens, self.lengths = right_padded([texts[i][-own.prompt_tokens :] for _, i in jobs], own.prompt_tokens)
     self.key = jax.random.fold_in(jax.random.key(config.seed), index)
-    self.warp = specjax.Warp(jnp.repeat(jnp.array([*MODES.values()]), own.batch))
+    self.warp = specjax.Warp(jnp.array([MODES[mode] for mode in self.modes]))
     self.model, self.reference = _model(config.model, dtype), _model(config.model, EXACT)
     self.stops = () if config.model == TOY else tuple(specjax.load_tokenizer(config.model).eos_ids)
     # As many slots as `specjax.sample` and `explain` would choose.
     need = slots(own.prompt_tokens, own.prompt_tokens + own.new_tokens, own.gamma, own.prompt_tokens)
     self.buffers = {"max_length": max(128, 1 << (need - 1).bit_length()), "prefill_chunk": own.prompt_tokens}
 
-  def measure(self, done: Callable[[], Any]) -> dict[str, list[dict[str, Any]]]:
-    """For each mode, a dictionary a prompt:
+  def measure(self, done: Callable[[], Any]) -> list[dict[str, Any]]:
+    """A dictionary a row:
 
-    plain, speculative: the generated tokens. different: index of the first that differs, or None.
+    mode. plain, speculative: the generated tokens. different: index of the first that differs, or None.
     margins, changes: of greedy texts, at every token of the plain one: the first two tokens' margin in plain decoding,
       and what it gains in verification. differs, kept: of coupled ones; see `specjax.numerics.predicted`.
     nll: nats of both texts under the float32 target at temperature 1. explanation: of the difference.
@@ -157,8 +144,7 @@ class _Batch:
       scores = [row["nll"]["plain"] for row in rows]
     for row, score in zip(rows, scores, strict=True):
       row["nll"]["speculative"] = score
-    size = self.own.batch
-    return {mode: rows[m * size : m * size + self.count] for m, mode in enumerate(MODES)}
+    return [{"mode": mode, **row} for mode, row in zip(self.modes, rows, strict=True)][: self.count]
 
   def _sample(self, gamma: int) -> list[Run]:
     settings = {"num_draft_tokens": gamma, "key": self.key, "warp": self.warp, "verifier": "coupled"}
@@ -260,125 +246,3 @@ def _held_out(config: ml_collections.ConfigDict, dtype: str) -> list[float]:
     chunks = [out for _, out in logits(model, Graph(width=None), np.array(text))]
     scores.append(float(_nll(np.concatenate(chunks), text[1:]).mean()))
   return scores
-
-
-def _curves(mode: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Curve, Curve]:
-  """Measured and predicted."""
-  lengths = np.array([len(row["plain"]) for row in rows])
-  shorter = [min(len(row["plain"]), len(row["speculative"])) for row in rows]
-  seen = measured(shorter, [row["different"] for row in rows])
-
-  def table(name: str) -> np.ndarray:
-    return np.array([np.pad(row[name], (0, lengths.max() - len(row[name]))) for row in rows])
-
-  if mode == "coupled":
-    return seen, predicted(table("differs"), table("kept"), lengths)
-  margins, differs = table("margins"), np.zeros((len(rows), lengths.max()))
-  even = np.arange(len(rows)) % 2 == 0
-  for own in (even, ~even):  # each half by the errors of the other
-    changes = np.concatenate([row["changes"] for row, mine in zip(rows, own, strict=True) if not mine])
-    differs[own] = flip_probability(margins[own].ravel(), changes).reshape(-1, lengths.max())
-  return seen, predicted(differs, 1 - differs, lengths)
-
-
-def _summarise(rows: Sequence[Mapping[str, Any]], seen: Curve, said: Curve) -> dict[str, Any]:
-  different = [row for row in rows if row["different"] is not None]
-  same = scipy.stats.binomtest(len(rows) - len(different), len(rows)).proportion_ci(method="exact")
-  tokens = {name: sum(len(row[name]) for row in rows) for name in SAMPLERS}
-  nll = {name: sum(row["nll"][name] for row in rows) for name in SAMPLERS}
-  each = {name: [row["nll"][name] / len(row[name]) for row in rows] for name in SAMPLERS}
-  margins = [row["explanation"]["margin"] for row in different if row["explanation"]["margin"] is not None]
-  return {
-    "prompts": len(rows),
-    "tokens": tokens["plain"],
-    "same": len(rows) - len(different),
-    "same_share": ((len(rows) - len(different)) / len(rows), same.low, same.high),
-    "measured": (seen.survival[-1], seen.low[-1], seen.high[-1]),
-    "predicted": (said.survival[-1], said.low[-1], said.high[-1]),
-    "length": len(seen.survival) - 1,
-    "kinds": {kind: count for kind in KINDS if (count := Counter(r["explanation"]["kind"] for r in different)[kind])},
-    "given_again": sum(all(row["explanation"]["repeated"]) for row in different),
-    "largest_margin": max(margins, default=None),
-    "perplexity": {name: float(np.exp(nll[name] / tokens[name])) for name in SAMPLERS},
-    "nll_change": _mean(np.subtract(each["speculative"], each["plain"])),
-  }
-
-
-def _paired(own: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-  """Of held-out texts: perplexity, and nats a token more than in another dtype."""
-  return {"texts": len(own), "perplexity": float(np.exp(np.mean(own))), "nll_change": _mean(np.subtract(own, base))}
-
-
-def _mean(values: np.ndarray) -> tuple[float, float, float]:
-  """The mean and its 95 % interval by Student's t."""
-  reach = scipy.stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-  return float(values.mean()), float(values.mean() - reach), float(values.mean() + reach)
-
-
-def _show(
-  config: ml_collections.ConfigDict, summary: Mapping[str, Any], held_out: Mapping[str, Any], found: Mapping[str, Any]
-) -> None:
-  def interval(values: Sequence[float], style: str) -> str:
-    return "{} [{}, {}]".format(*(style.format(value) for value in values))
-
-  own = config.text
-  report.print_table(
-    f"{config.model}: plain and speculative text (gamma {own.gamma}), {own.new_tokens} tokens, 95 % intervals",
-    ("", "prompts", "same text", "S at the end", "predicted", "differences", "given again", "largest margin",
-     "perplexity: plain", "speculative", "nats a token more"),
-    [
-      (
-        f"{dtype} {mode}",
-        str(one["prompts"]),
-        f"{one['same']}: " + interval(one["same_share"], "{:.0%}"),
-        interval(one["measured"], "{:.3f}"),
-        interval(one["predicted"], "{:.3f}"),
-        ", ".join(f"{count} {kind}" for kind, count in one["kinds"].items()) or "none",
-        str(one["given_again"]),
-        "" if one["largest_margin"] is None else f"{one['largest_margin']:.2g}",
-        *(f"{one['perplexity'][name]:.2f}" for name in SAMPLERS),
-        interval(one["nll_change"], "{:+.3f}") if one["same"] < one["prompts"] else "the same",
-      )
-      for dtype, modes in summary.items()
-      for mode, one in modes.items()
-    ],
-  )  # fmt: skip
-  report.print_table(
-    f"{config.model}: perplexity of {next(iter(held_out.values()))['texts']} Wikipedia texts",
-    ("", "perplexity", f"nats a token more than {EXACT}"),
-    [
-      (dtype, f"{one['perplexity']:.3f}", interval(one["nll_change"], "{:+.4f}") if dtype != EXACT else "")
-      for dtype, one in held_out.items()
-    ],
-  )
-  different = [
-    row["explanation"] for modes in found.values() for rows in modes.values() for row in rows if row["explanation"]
-  ]
-  for one in [e for e in different if e["kind"] != KINDS[0]] or different[:1]:
-    print(one["words"])
-
-
-def save_figure(
-  curves: Mapping[str, Mapping[str, tuple[Curve, Curve]]], config: ml_collections.ConfigDict, path: pathlib.Path
-) -> None:
-  """S(t) of every dtype, measured and predicted; greedy left, coupled right."""
-  report.plot_style()
-  import matplotlib.pyplot as plt
-
-  figure, panels = plt.subplots(1, len(MODES), figsize=(13, 5.5), sharey=True)
-  for axes, mode in zip(panels, MODES, strict=True):
-    for dtype, modes in curves.items():
-      (seen, said), colour = modes[mode], _COLOURS[dtype]
-      t = np.arange(len(seen.survival))
-      axes.step(
-        t, seen.survival, where="post", color=colour, lw=2, label=f"{dtype}, measured ({seen.at_risk[0]} texts)"
-      )
-      axes.fill_between(t, seen.low, seen.high, step="post", color=colour, alpha=0.15, lw=0)
-      axes.plot(np.arange(len(said.survival)), said.survival, color=colour, ls="--", lw=2, label="predicted")
-    axes.set_title({"greedy": "Greedy", "coupled": "T = 1, shared noise"}[mode])
-    axes.set_xlabel("tokens generated, t")
-    axes.set_ylim(0, 1.02)
-    axes.legend(fontsize=10, loc="lower left")
-  panels[0].set_ylabel("S(t): the first t tokens are the same")
-  figure.suptitle(f"{config.model}: plain against speculative text (gamma {config.text.gamma}); bands: 95 %")
-  report.save_figure(figure, path)
