@@ -12,6 +12,7 @@ experiment; process 0 writes what there is to write. This module starts no proce
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,14 @@ def join(environment: Mapping[str, str] | None = None) -> None:
   count = environment.get("SPECJAX_PROCESSES")
   if not count:
     return
+  _initialize(count, environment)
+  # Collectives on CPUs report every connection on stdout, which is for results: theirs becomes stderr.
+  sys.stdout.flush()
+  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+  os.dup2(2, 1)
+
+
+def _initialize(count: str, environment: Mapping[str, str]) -> None:
   heartbeat = _number(environment, "SPECJAX_HEARTBEAT", 1, default="100")
   if count == "auto":
     jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat)

@@ -186,6 +186,11 @@ def launch(run: Callable[[Any], Any], config: str) -> None:
         raise
       # An orderly exit would wait for the others, and they wait for this process in the midst of a computation.
       traceback.print_exc()
+      print(
+        f"Process {jax.process_index()} of {jax.process_count()} ends here. If it lost a connection, another one ended "
+        "before it, and says why.",
+        file=sys.stderr,
+      )
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(1)

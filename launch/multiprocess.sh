@@ -68,12 +68,25 @@ trap 'exit 130' INT TERM
 
 set -m # each in a process group of its own, which `stop` ends whole
 for ((i = 0; i < processes; i++)); do
-  # gloo reports its connections on stdout.
-  {
-    env "${settings[@]}" SPECJAX_PROCESS="$i" "$root/launch/worker.sh" "$@" 2> >(exec sed -u "s/^/[$i] /" >&2) |
-      sed -u '/^\[Gloo\] Rank [0-9]* is connected/d'
-  } &
+  env "${settings[@]}" SPECJAX_PROCESS="$i" "$root/launch/worker.sh" "$@" 2> >(exec sed -u "s/^/[$i] /" >&2) &
   started+=($!)
+done
+
+# Once one has ended, the others should too; one that hangs cannot, and gets no more time than they take to notice.
+running() {
+  local pid count=0
+  for pid in "${started[@]}"; do
+    ! kill -0 "$pid" 2>/dev/null || count=$((count + 1))
+  done
+  echo "$count"
+}
+while (($(running) == processes)); do sleep 0.2; done
+for ((tenths = 0; tenths < 10 * (heartbeat + 5); tenths += 2)); do
+  (($(running))) || break
+  sleep 0.2
+done
+for pid in "${started[@]}"; do
+  kill -KILL -- "-$pid" 2>/dev/null || true
 done
 
 status=0

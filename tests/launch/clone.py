@@ -12,7 +12,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 SETUP = f"""#!/usr/bin/env bash
 root=$(cd "$(dirname "${{BASH_SOURCE[0]}}")/.." && pwd)
 mkdir -p "$root/.venv/bin"
-ln -sf {sys.executable} "$root/.venv/bin/python"
+[[ -x $root/.venv/bin/python ]] || {{
+  echo '#!/bin/sh
+exec {sys.executable} "$@"' >"$root/.venv/bin/python.$$"
+  chmod +x "$root/.venv/bin/python.$$"
+  mv "$root/.venv/bin/python.$$" "$root/.venv/bin/python"
+}}
 echo "setup with ${{SPECJAX_JAX:-jax}}" >>"$root/.venv/setup.log"
 """
 
@@ -22,14 +27,16 @@ printf '%s\\n' "$(basename "$0")" "$@" '' >>"$RECORDED"
 """
 
 
-def make(folder: pathlib.Path, experiment: str = "") -> pathlib.Path:
-  """A clone in `folder` whose only experiment, `toy`, is the given program."""
+def make(folder: pathlib.Path, experiment: str, *parts: str) -> pathlib.Path:
+  """A clone in `folder` whose only experiment, `toy`, is the given program; parts: other files of experiments/."""
   root = folder / "clone"
   shutil.copytree(ROOT / "launch", root / "launch")
   (root / "launch" / "setup.sh").write_text(SETUP)
   for name, text in {"configs/toy.py": "", "experiments/toy.py": experiment, ".gitignore": ".venv\n"}.items():
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text(text)
+  for name in parts:
+    shutil.copy(ROOT / "experiments" / name, root / "experiments" / name)
   for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "all"]):
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run(["git", *identity, *words], cwd=root, check=True, capture_output=True)

@@ -1,0 +1,160 @@
+"""Experiments in several processes over loopback, started by launch/multiprocess.sh: one text, one result, no hang."""
+
+import json
+import pathlib
+import signal
+
+import jax
+import pytest
+
+from experiments import processes
+from tests.launch import clone
+
+# Compiled for speed of compiling: two processes on the machine of the tests.
+FLAGS = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+PARTS = ("__init__.py", "report.py", "processes.py")
+
+# 8 devices, 4 a process. The first mesh is two of each; parameters are split over processes in both.
+GENERATIONS = """
+import os
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import specjax
+from experiments import report
+from tests.launch.generations import generate, models
+
+
+def run(config):
+  kept = report.Run("toy", config)
+  process = int(os.environ["SPECJAX_PROCESS"])
+  given = kept.item("given", lambda: process + 40)
+  target, draft = models()
+  texts = {"one device": np.asarray(generate(target, None).tokens).tolist() if process == 0 else []}
+  by_process = np.array(jax.devices()).reshape(2, 4)
+  meshes = {
+    "2 x 2": (specjax.sharding.mesh(model=4, devices=by_process[:, :2].ravel()), specjax.ModelDrafter(draft)),
+    "2 x 4": (specjax.sharding.mesh(data=2, model=4, devices=by_process.T.ravel()), specjax.NGramDrafter()),
+  }
+  for name, (mesh, drafter) in meshes.items():
+    assert len({device.process_index for device in mesh.devices[0]}) == 2
+    result = generate(specjax.sharding.shard(target, mesh), specjax.sharding.shard(drafter, mesh))
+    assert result.stats.accepted.sum() > 0
+    texts[name] = multihost_utils.process_allgather(result.tokens, tiled=True).tolist()
+  kept.finish({"given": given, "texts": texts})
+  print("said once")
+
+
+if __name__ == "__main__":
+  report.launch(run, "toy")
+"""
+CONFIG = """
+import ml_collections, os
+
+def get_config():
+  return ml_collections.ConfigDict({"model": {"name": "tiny", "gamma": %s}})
+"""
+
+# A loop of collectives, in the midst of which one process is killed, hangs, or raises.
+LOOP = """
+import os, signal
+from experiments import processes, report
+
+def run(config):
+  victim, way = int(os.environ["VICTIM"]), os.environ["WAY"]
+  for i in range(10**9):
+    processes.gather(i)
+    if i == 3 and victim == int(os.environ["SPECJAX_PROCESS"]):
+      if way == "raise":
+        raise RuntimeError("it is broken here")
+      os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
+
+if __name__ == "__main__":
+  report.launch(run, "toy")
+"""
+
+
+# Which of the two engines notices first, the one that computes or the one that watches, is a matter of moments.
+LOST = ("by peer", "another task died")
+
+
+def start(root: pathlib.Path, *flags: str, **environment: str):
+  paths = {"PYTHONPATH": str(clone.ROOT), "SPECJAX_RESULTS": str(root.parent / "results")}
+  return clone.call(root, "multiprocess.sh", *flags, "toy", **paths, **FLAGS, **environment)
+
+
+def with_config(root: pathlib.Path, gamma: str) -> pathlib.Path:
+  (root / "configs" / "toy.py").write_text(CONFIG % gamma)
+  return root
+
+
+def test_two_processes_write_what_one_device_does(tmp_path: pathlib.Path) -> None:
+  root = with_config(clone.make(tmp_path, GENERATIONS, *PARTS), "4")
+  done = start(root)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == "said once\n"
+  folder = tmp_path / "results" / "toy"
+  assert [path.name for path in folder.iterdir()] == ["results.json"]
+  results = json.loads((folder / "results.json").read_text())
+  assert results["environment"]["device_count"] == 8
+  assert results["summary"]["given"] == results["items"]["given"] == 40
+  texts = results["summary"]["texts"]
+  assert len(texts) == 3
+  assert texts["2 x 2"] == texts["2 x 4"] == texts["one device"]
+  assert len({token for row in texts["one device"] for token in row}) > 10
+
+
+def test_other_settings_in_one_process_are_refused(tmp_path: pathlib.Path) -> None:
+  root = with_config(clone.make(tmp_path, LOOP, *PARTS), '4 + int(os.environ["SPECJAX_PROCESS"])')
+  done = start(root, VICTIM="9", WAY="none")
+  assert done.returncode == 1
+  words = (
+    "settings and code must be the same in every process, but processes 0 and 1 differ in config.model.gamma: 4 and 5"
+  )
+  assert all(f"[{process}] ValueError: {words}" in done.stderr for process in range(2))
+
+
+@pytest.mark.parametrize(("victim", "way"), [(0, "kill"), (1, "stop"), (1, "raise")])
+def test_a_process_that_dies_ends_the_others(tmp_path: pathlib.Path, victim: int, way: str) -> None:
+  root = with_config(clone.make(tmp_path, LOOP, *PARTS), "4")
+  done = start(root, "--heartbeat=5", VICTIM=str(victim), WAY=way)
+  assert done.returncode != 0
+  ended = [line for line in done.stderr.splitlines() if line.startswith("multiprocess:")]
+  assert [line.split(" ended")[0] for line in ended] == [f"multiprocess: process {i} of 2" for i in range(2)]
+  ending = {"kill": f"signal {signal.SIGKILL:d}", "stop": f"signal {signal.SIGSTOP:d}", "raise": "status 1"}
+  assert ended[victim].endswith(f"{ending[way]}.")
+  assert ("RuntimeError: it is broken here" in done.stderr) == (way == "raise")
+  other = [line for line in done.stderr.splitlines() if line.startswith(f"[{1 - victim}]")]
+  assert any(word in line for line in other for word in LOST), done.stderr
+
+
+def test_alone_nothing_is_joined_and_everything_is_first() -> None:
+  processes.join({})
+  assert not jax.distributed.is_initialized()
+  assert processes.first()
+  assert not processes.several()
+  assert processes.gather({"a": 1}) == [{"a": 1}]
+  assert processes.share(3) == 3
+
+
+@pytest.mark.parametrize(
+  ("environment", "words"),
+  [
+    ({"SPECJAX_PROCESSES": "two"}, "SPECJAX_PROCESSES='two' must be a whole number, 1 or more"),
+    ({"SPECJAX_PROCESSES": "2"}, "SPECJAX_PROCESS=None must be a whole number, 0 or more"),
+    ({"SPECJAX_PROCESSES": "2", "SPECJAX_PROCESS": "2"}, "SPECJAX_PROCESS=2 must be 0 to 1"),
+    (
+      {"SPECJAX_PROCESSES": "2", "SPECJAX_PROCESS": "1"},
+      "JAX_COORDINATOR_ADDRESS='' must be the host:port of process 0",
+    ),
+    (
+      {"SPECJAX_PROCESSES": "auto", "SPECJAX_HEARTBEAT": "0"},
+      "SPECJAX_HEARTBEAT='0' must be a whole number, 1 or more",
+    ),
+  ],
+)
+def test_an_environment_that_cannot_be(environment: dict[str, str], words: str) -> None:
+  with pytest.raises(ValueError, match=words):
+    processes.join(environment)
