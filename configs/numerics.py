@@ -13,7 +13,8 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(
     {
       "model": "smollm2-135m",
-      "parts": ("matrix", "text"),  # run one alone with --config.parts='("text",)'
+      # "fixed" takes five minutes more. Run one alone with --config.parts='("text",)'
+      "parts": ("matrix", "text"),
       "matrix": {
         "contexts": 2,  # HumanEval and Wikipedia, taking turns
         "tokens": 33,  # of each context
@@ -31,6 +32,14 @@ def get_config() -> ml_collections.ConfigDict:
         "gamma": 3,
         "held_out": 24,  # Wikipedia texts whose perplexity is measured in every dtype
         "held_out_tokens": 64,  # the first ones of each
+      },
+      "fixed": {
+        "dtypes": ("float32", "bfloat16"),
+        "gammas": (4,),
+        "rows": 4,  # half of them greedy, half at T = 1
+        "new_tokens": 32,
+        "max_length": 512,
+        "repeats": 5,
       },
       "seed": 0,
     }

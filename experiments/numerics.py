@@ -11,9 +11,9 @@ from typing import Any
 
 import ml_collections
 
-from experiments import numerics_matrix, numerics_text, report
+from experiments import numerics_fixed, numerics_matrix, numerics_text, report
 
-PARTS = {"matrix": numerics_matrix.run, "text": numerics_text.run}
+PARTS = {"matrix": numerics_matrix.run, "text": numerics_text.run, "fixed": numerics_fixed.run}
 
 
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS) -> dict[str, Any]:
