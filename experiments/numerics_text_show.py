@@ -152,15 +152,19 @@ def save_figure(
         continue
       (seen, said), colour = modes[mode], _COLOURS[dtype]
       t = np.arange(len(seen.survival))
-      axes.step(
-        t, seen.survival, where="post", color=colour, lw=2, label=f"{dtype}, measured ({seen.at_risk[0]} texts)"
-      )
-      axes.fill_between(t, seen.low, seen.high, step="post", color=colour, alpha=0.15, lw=0)
+      label = f"{dtype}, {seen.at_risk[0]} texts"
+      axes.step(t, seen.survival, where="post", color=colour, lw=2, label=label)
       axes.plot(np.arange(len(said.survival)), said.survival, color=colour, ls="--", lw=2, label="predicted")
+      at = np.unique(np.linspace(0, len(t) - 1, 5).astype(int))[1:]  # bands of three curves would hide each other
+      reach = np.abs(seen.survival - [seen.low, seen.high])[:, at]
+      shift = 0.006 * len(t) * (list(_COLOURS).index(dtype) - 2)
+      axes.errorbar(
+        at + shift, seen.survival[at], reach, fmt="none", ecolor=colour, elinewidth=1.5, capsize=3, alpha=0.7
+      )
     axes.set_title(_TITLES[mode])
     axes.set_xlabel("tokens generated, t")
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize=10, loc="lower left")
   panels[0].set_ylabel("S(t): the first t tokens are the same")
-  figure.suptitle(f"{config.model}: plain against speculative text (gamma {config.text.gamma}); bands: 95 %")
+  figure.suptitle(f"{config.model}: plain against speculative text (gamma {config.text.gamma}); bars: 95 %")
   report.save_figure(figure, path)

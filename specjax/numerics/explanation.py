@@ -175,7 +175,7 @@ def judge(
   return Explanation(
     kind=FAULT if faulty else NUMERICS if decided else DRAW,
     at=at,
-    reason=_fault(runs, evidence, faulty) if faulty else _numerics(evidence) if decided else _draw(runs),
+    reason=_fault(runs, evidence, faulty) if faulty else _numerics(runs, evidence) if decided else _draw(runs),
     faulty=faulty,
     evidence=evidence,
     differs=_differs(runs, own),
@@ -323,15 +323,17 @@ def _differs(runs: Sequence[Run], logits: Sequence[np.ndarray]) -> float | None:
   return float(1 - (scipy.special.softmax(a.astype(np.float64)) * scipy.special.softmax(b.astype(np.float64))).sum())
 
 
-def _numerics(evidence: Sequence[Evidence]) -> str:
-  worst = max(evidence, key=lambda e: e.margin or 0.0)
-  short, turned = worst.margin or 0.0, 2 * worst.error
+def _numerics(runs: Sequence[Run], evidence: Sequence[Evidence]) -> str:
+  worst = max((0, 1), key=lambda i: evidence[i].margin or 0.0)
+  short, error = evidence[worst].margin or 0.0, evidence[worst].error
   if any(e.edge for e in evidence):
     reason = "a token at the edge of the support (top-k, top-p, min-p) is inside one law and outside the other."
   elif short == 0:
     reason = "the two tokens tie exactly, and a tie may be broken either way."
   else:
-    reason = f"the two tokens are {short:.2g} apart, and errors of {worst.error:.2g} turn up to {turned:.2g} around."
+    of = "" if runs[worst].greedy else " under this noise"
+    reason = f"run {'ab'[worst]}'s token is {short:.2g} short of the best{of}; "
+    reason += f"errors of {error:.2g} can turn up to {2 * error:.2g} around."
   if all(e.known and e.repeated for e in evidence):
     reason += " Fed again, each graph gives its own run's token."
   return reason
@@ -358,7 +360,7 @@ def _fault(runs: Sequence[Run], evidence: Sequence[Evidence], faulty: Sequence[i
       )
     else:
       reason = f"has no mass under any law within errors of {own.error:.2g} (top-k, top-p, min-p, or a forbidden token)"
-    reasons.append(f"the token of run {'ab'[i]} {reason}.")
+    reasons.append(f"run {'ab'[i]}'s token {reason}.")
   if any(not evidence[i].known for i in faulty):
     reasons.append(
       "Its graph is not known: if it computes in another dtype, say so with Run(graph=Graph(activations=...))."

@@ -248,7 +248,7 @@ def test_differences_are_explained(pair) -> None:
     if np.isfinite(laws[1][first.token]) and np.isfinite(laws[0][second.token]):
       assert second.margin is not None
       assert 0 < second.margin <= 2 * second.error
-      assert f"{second.margin:.2g} apart" in str(right)
+      assert f"run b's token is {second.margin:.2g} short of the best under this noise" in str(right)
       # Not drawn again, but errors elsewhere are as large as it takes, or not.
       for share, kind in ((0.6, "numerics"), (0.4, "fault")):
         elsewhere = own - share * second.margin * warp.temperature * (np.arange(36) == own[:NEVER].argmin())

@@ -66,7 +66,7 @@ def test_a_greedy_token_below_the_best_is_a_fault() -> None:
   assert (found.kind, found.at, found.faulty) == ("fault", 1, (1,))
   assert found.evidence[1].margin == pytest.approx(1e-3, rel=1e-3)
   assert found.evidence[1].log_p == pytest.approx(3 - np.log(1 + np.exp(3) + np.exp(3.001)), rel=1e-5)
-  assert "the token of run b is 0.001 short of argmax" in str(found)
+  assert "run b's token is 0.001 short of argmax" in str(found)
   assert "not known" in str(found)
   twice = explain(greedy(0), greedy(1), table(0, 3, 3.001))
   assert twice.faulty == (0, 1)
@@ -129,7 +129,7 @@ def test_a_token_outside_the_support_is_a_fault(settings, token: int, inside: bo
   assert found.kind == ("another draw" if inside else "fault")
   assert found.faulty == (() if inside else (1,))
   if not inside:
-    assert "the token of run b has no mass" in str(found)
+    assert "run b's token has no mass" in str(found)
 
 
 def test_a_forbidden_token_is_a_fault() -> None:
