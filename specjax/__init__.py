@@ -7,9 +7,11 @@ from specjax import draft, fixed_graph, keys, models, sharding, verify, warp
 from specjax.draft import ModelDrafter, NGramDrafter, NoDrafter
 from specjax.language_model import LanguageModel
 from specjax.models.load import load_model
+from specjax.models.orbax import save_model
 from specjax.models.tokenizer import load_tokenizer
 from specjax.result import SampleResult, Stats
 from specjax.sampler import RoundInfo, SpecState, init, sample, step
+from specjax.saving import load_state, save_state
 from specjax.warp import Warp
 
 __all__ = [
@@ -27,9 +29,12 @@ __all__ = [
   "init",
   "keys",
   "load_model",
+  "load_state",
   "load_tokenizer",
   "models",
   "sample",
+  "save_model",
+  "save_state",
   "sharding",
   "step",
   "verify",

@@ -44,6 +44,8 @@ class Placement:
       ]
       if len(used := [axis for axes in split for axis in axes]) > len(set(used)):
         raise ValueError(f"rules split two axes of one array over the same mesh axis: {own} over {split}.")
+      while split and not split[-1]:  # as jax writes what a program returns, which would be compiled anew otherwise
+        split.pop()
       return P(*(axes[0] if len(axes) == 1 else axes or None for axes in split))
 
     axes = jax.tree.map(lambda _: axes, tree) if isinstance(axes, PartitionSpec) else axes
@@ -81,3 +83,8 @@ class Placement:
         "model.placement.mesh, or place the model on this one with specjax.sharding.shard."
       )
     return jax.sharding.auto_axes(function, out_sharding=specs()) if AxisType.Explicit in mesh.axis_types else function
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+  """The same devices under axes of type Auto."""
+  return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

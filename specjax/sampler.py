@@ -144,7 +144,7 @@ def step(
   proposer, rule = checks.models(target, drafter, state.tested.shape[1]), verify.get(verifier)
   one_round = functools.partial(_step, rule=rule)
   if target.placement is not None:
-    specs = lambda: (_state_specs(state, target, proposer), _info_specs(state, target))  # noqa: E731
+    specs = lambda: (state_specs(state, target, proposer), _info_specs(state, target))  # noqa: E731
     one_round = target.placement.automatic(one_round, specs)
   return one_round(state, target, proposer)
 
@@ -238,7 +238,7 @@ def _start(request: Request) -> SpecState:
   target, drafter, start = request.target, request.drafter, _read_prompts
   if (placement := target.placement) is not None:
     shapes = lambda: jax.eval_shape(placement.automatic(_read_prompts, PartitionSpec), request)  # noqa: E731
-    start = placement.automatic(_read_prompts, lambda: _state_specs(shapes(), target, drafter))
+    start = placement.automatic(_read_prompts, lambda: state_specs(shapes(), target, drafter))
   return start(request)
 
 
@@ -281,10 +281,10 @@ def _place(state: SpecState, target: LanguageModel, drafter: Drafter | None) -> 
   """The state with every array where it belongs on the target's mesh, if it has one."""
   if target.placement is None:
     return state
-  return target.placement.constrain(state, _state_specs(state, target, drafter))
+  return target.placement.constrain(state, state_specs(state, target, drafter))
 
 
-def _state_specs(state: SpecState, target: LanguageModel, drafter: Drafter | None) -> Any:
+def state_specs(state: SpecState, target: LanguageModel, drafter: Drafter | None) -> Any:
   """Mesh axes of every array of a state: rows are split, caches are as their models say."""
   assert target.placement is not None
   own = getattr(drafter, "specs", None)

@@ -28,12 +28,14 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, Sharding
 
 from specjax import warp
 from specjax.language_model import LanguageModel
-from specjax.models.config import DecoderConfig
-from specjax.models.transformer import Apply, plain_form
+from specjax.models.config import DecoderConfig, widened
+from specjax.models.forms import reform
+from specjax.models.ops import Options
+from specjax.models.transformer import Apply
 from specjax.placement import P, Placement
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
@@ -76,36 +78,45 @@ def shard(model: Placeable, mesh: Mesh, rules: Rules | None = None, *, axes: Any
 
   Raises TypeError or ValueError for a mesh, rules or axes that can't be, and for more parts than heads.
   """
-  place: Any = functools.partial(_shard, mesh=mesh, rules=rules, axes=axes)
+  own: Any = functools.partial(_shard, mesh=mesh, rules=rules, axes=axes)
   if isinstance(model, LanguageModel):
-    return place(model, defaults=RULES)
+    return own(model, defaults=RULES)
   if isinstance(inner := getattr(model, "model", None), LanguageModel):
-    return dataclasses.replace(cast(Any, model), model=place(inner, defaults=DRAFT_RULES))
+    return dataclasses.replace(cast(Any, model), model=own(inner, defaults=DRAFT_RULES))
   if not callable(getattr(model, "propose", None)):
     raise TypeError(f"model must be a specjax.LanguageModel or a drafter, got {type(model).__name__}.")
   return model
 
 
 def _shard(model: LanguageModel, mesh: Mesh, rules: Rules | None, axes: Any, defaults: Rules) -> LanguageModel:
-  placement = Placement(_check_mesh(mesh), _check_rules(_known(defaults, mesh) if rules is None else rules, mesh))
-  if isinstance(model.apply, Apply) and mesh.size > 1:
-    model, placement = _decoder(model, model.apply.config, placement)
+  placement = place(mesh, rules, defaults)
+  if isinstance(model.apply, Apply):
+    config, options, placement = fit(model.apply.config, model.apply.options, placement)
+    model = reform(model, config, options)
   if axes is None:
     of = getattr(model.apply, "axes", None)
     axes = jax.tree.map(lambda _: P(), model.params) if of is None else of(model.params)
   shardings = placement.shardings(model.params, axes)
-  return dataclasses.replace(model, params=jax.tree.map(_put, model.params, shardings), placement=placement)
+  return dataclasses.replace(model, params=jax.tree.map(put, model.params, shardings), placement=placement)
 
 
-def _put(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
+def put(leaf: Any, sharding: Sharding) -> Any:
+  """An array there, or what is known of one."""
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
   return jax.device_put(leaf, sharding)
 
 
-def _decoder(model: LanguageModel, c: DecoderConfig, placement: Placement) -> tuple[LanguageModel, Placement]:
-  """The decoder in a form that its parts divide, and the placement without the rules of what they can't."""
-  whole: list[str] = []
+def place(mesh: Mesh, rules: Rules | None = None, defaults: Rules = RULES) -> Placement:
+  """The placement of a mesh and rules, checked; raises as `shard` does."""
+  return Placement(_check_mesh(mesh), _check_rules(_known(defaults, mesh) if rules is None else rules, mesh))
+
+
+def fit(config: DecoderConfig, options: Options, placement: Placement) -> tuple[DecoderConfig, Options, Placement]:
+  """A decoder's sizes and form that a placement's parts divide, and the placement without rules for what they can't."""
+  c, whole = widened(config), list[str]()
+  if placement.mesh.size == 1:
+    return c, options, placement
   parts, kv_parts, mlp = placement.parts("heads"), placement.parts("kv_heads"), placement.parts("mlp")
   if parts > c.num_heads:
     raise ValueError(
@@ -122,9 +133,11 @@ def _decoder(model: LanguageModel, c: DecoderConfig, placement: Placement) -> tu
   if c.d_ff % mlp:
     warnings.warn(f"an MLP width of {c.d_ff} doesn't divide over {mlp} devices: it is whole on each.", stacklevel=4)
     whole.append("mlp")
-  rules = tuple(rule for rule in placement.rules if rule[0] not in whole)
+  repeats = math.lcm(c.num_kv_heads, kv_parts) // c.num_kv_heads
   size = padded_vocabulary(c.vocab_size, placement.parts("vocab"))
-  return plain_form(model, math.lcm(c.num_kv_heads, kv_parts), size), Placement(placement.mesh, rules)
+  rules = tuple(rule for rule in placement.rules if rule[0] not in whole)
+  plain = dataclasses.replace(options, cpu_kernels=False)
+  return widened(c, repeats, size), plain, Placement(placement.mesh, rules)
 
 
 def padded_vocabulary(vocab_size: int, parts: int) -> int:

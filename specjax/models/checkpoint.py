@@ -7,26 +7,33 @@ opened; this module holds that check and the seam itself, and reads no file.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 
 from specjax.models.config import DecoderConfig
 
 Shape = tuple[int, ...]
+Index = tuple[slice, ...]  # one for each axis, with start and stop, of step 1
+
+
+class Tensor(Protocol):
+  def __call__(self, name: str, index: Index | None = None, /) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
   """A model on disk.
 
-  `tensor(name)` reads one tensor of `parameter_shapes(config)` as a new float32 array of the shape given there; nothing
-  is kept in memory between calls. `tokenizer_hash` is equal for equal tokenizers whatever file they came from, and
+  `tensor(name)` reads one tensor of `parameter_shapes(config)` as a new float32 array of the shape given there;
+  `tensor(name, index)` a part of it, and no more of the file than the format makes necessary. Nothing is kept in memory
+  between calls. `tokenizer_hash` is equal for equal tokenizers whatever file they came from, and
   None where the checkpoint has no tokenizer.
   """
 
   config: DecoderConfig
-  tensor: Callable[[str], np.ndarray] = dataclasses.field(repr=False)
+  tensor: Tensor = dataclasses.field(repr=False)
   tokenizer_hash: str | None
 
 

@@ -55,7 +55,9 @@ class DecoderConfig:
   mlp_bias: bool = False
   qk_norm: bool = False  # RMS norm of every query and key head, before the rotation
   tied_head: bool = True
-  vocab_padding: int = 0  # the last ids of vocab_size that stand for no token: their logits are -inf
+  # How a model was widened to be split over devices: see `widened`.
+  kv_repeats: int = 1  # num_kv_heads holds each key and value head so many times
+  vocab_padding: int = 0  # the last ids of vocab_size stand for no token: their logits are -inf
 
   def __post_init__(self):
     for name in (
@@ -72,8 +74,23 @@ class DecoderConfig:
         raise ValueError(f"{name}={size!r} must be a whole number, 1 or more.")
     if not 0 <= self.vocab_padding < self.vocab_size:
       raise ValueError(f"vocab_padding={self.vocab_padding} must be 0 to {self.vocab_size - 1}.")
+    if self.kv_repeats < 1 or self.num_kv_heads % self.kv_repeats:
+      raise ValueError(f"kv_repeats={self.kv_repeats} must divide num_kv_heads={self.num_kv_heads}.")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.")
+
+
+def widened(config: DecoderConfig, kv_repeats: int = 1, vocab_size: int | None = None) -> DecoderConfig:
+  """The same function with sizes that devices divide: of the model as its checkpoint has it, or another width of it.
+
+  kv_repeats: each key and value head is held so many times, side by side. vocab_size: the ids added have logits of
+  -inf. The defaults give the checkpoint's own sizes.
+  """
+  own_heads, own_ids = config.num_kv_heads // config.kv_repeats, config.vocab_size - config.vocab_padding
+  size = own_ids if vocab_size is None else vocab_size
+  return dataclasses.replace(
+    config, num_kv_heads=own_heads * kv_repeats, kv_repeats=kv_repeats, vocab_size=size, vocab_padding=size - own_ids
+  )
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.models.checkpoint import Checkpoint, check_tensors, hash_tokens
+from specjax.models.checkpoint import Checkpoint, Index, check_tensors, hash_tokens
 from specjax.models.config import DecoderConfig, RopeScaling, parameter_shapes
 from specjax.models.gguf_file import GgufFile, open_file, read_tensor
 
@@ -168,15 +168,20 @@ def _stored_shape(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> t
   return (3 * shape[0], *shape[1:]) if _is_fused(config, name) else shape
 
 
-def _read(file: GgufFile, config: DecoderConfig, name: str) -> np.ndarray:
-  """One canonical tensor, float32."""
-  value = read_tensor(file, _stored_name(config, name))
-  module = name.split(".")[-2]
+def _read(file: GgufFile, config: DecoderConfig, name: str, index: Index | None = None) -> np.ndarray:
+  """One canonical tensor, or a part of it, float32."""
+  module, stored = name.split(".")[-2], _stored_name(config, name)
+  shape = parameter_shapes(config)[name]
+  rows, *columns = index or tuple(slice(0, size) for size in shape)
   if _is_fused(config, name):
-    return np.split(value, 3)["qkv".index(module)].copy()
+    first = "qkv".index(module) * shape[0]
+    return read_tensor(file, stored, (slice(first + rows.start, first + rows.stop), *columns))
   if config.architecture == "llama" and module in ("q", "k"):
-    return _half_split(value, config.num_heads if module == "q" else config.num_kv_heads)
-  return value
+    first, last = rows.start // config.head_dim, -(-rows.stop // config.head_dim)  # a head's rows are reordered
+    heads = read_tensor(file, stored, (slice(first * config.head_dim, last * config.head_dim), *columns))
+    start = rows.start - first * config.head_dim
+    return _half_split(heads, last - first)[start : start + rows.stop - rows.start]
+  return read_tensor(file, stored, (rows, *columns))
 
 
 def _half_split(value: np.ndarray, num_heads: int) -> np.ndarray:

@@ -65,20 +65,29 @@ def open_file(path: str | os.PathLike[str]) -> GgufFile:
       return _parse(path, _Cursor(path, data))
 
 
-def read_tensor(file: GgufFile, name: str) -> np.ndarray:
-  """One tensor, dequantised: float32[shape]. Peak memory is the result and some megabytes."""
+def read_tensor(file: GgufFile, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+  """One tensor, or a part of it, dequantised: float32. Peak memory is the result and some megabytes.
+
+  index: a slice of step 1 for each axis. Only the rows asked for are read, and of those every column.
+  """
   info = file.tensors[name]
-  result = np.empty(math.prod(info.shape), np.float32)
+  shape = (1,) * (2 - len(info.shape)) + info.shape  # a vector is one row
+  index = index or tuple(slice(0, size) for size in info.shape)
+  rows, *columns = (slice(0, 1),) * (2 - len(index)) + index
+  result = np.empty([axis.stop - axis.start for axis in (rows, *columns)], np.float32)
   block_elements, block_bytes = gguf.GGML_QUANT_SIZES[info.type]
-  step = max(1, _CHUNK_BYTES // block_bytes)
+  row_elements = math.prod(shape[1:])
+  row_bytes = row_elements // block_elements * block_bytes
+  step = max(1, _CHUNK_BYTES // row_bytes)
   with file.path.open("rb") as source:
-    source.seek(info.offset)
-    for start in range(0, info.num_bytes // block_bytes, step):
-      part = result[start * block_elements : (start + step) * block_elements]
+    source.seek(info.offset + rows.start * row_bytes)
+    for start in range(0, len(result), step):
+      part = result[start : start + step]
       # As one long row: rows are whole blocks, and the package works row by row.
-      raw = np.fromfile(source, np.uint8, part.size // block_elements * block_bytes)[None]
-      part[:] = gguf.dequantize(raw, info.type)[0]
-  return result.reshape(info.shape)
+      raw = np.fromfile(source, np.uint8, len(part) * row_bytes)[None]
+      values = gguf.dequantize(raw, info.type)[0].reshape(len(part), *shape[1:])
+      part[...] = values[(slice(None), *columns)]
+  return result.reshape([axis.stop - axis.start for axis in index])
 
 
 class _Cursor:

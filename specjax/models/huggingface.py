@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from specjax.models.checkpoint import Checkpoint, Shape, check_tensors, hash_tokens
+from specjax.models.checkpoint import Checkpoint, Index, Shape, check_tensors, hash_tokens
 from specjax.models.config import DecoderConfig, RopeScaling, parameter_shapes
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "gpt2")
@@ -280,20 +280,24 @@ def _stored_shape(config: DecoderConfig, name: str, shape: Shape) -> Shape:
   return shape[::-1] if _is_conv1d(stored) else shape
 
 
-def _read(stored: Mapping[str, _Stored], config: DecoderConfig, shapes: Mapping[str, Shape], name: str) -> np.ndarray:
-  """One canonical tensor, float32."""
-  stored_name = _stored_name(config, name)
-  tensor = stored[stored_name]
+def _read(
+  stored: Mapping[str, _Stored],
+  config: DecoderConfig,
+  shapes: Mapping[str, Shape],
+  name: str,
+  index: Index | None = None,
+) -> np.ndarray:
+  """One canonical tensor, or a part of it, float32."""
+  stored_name, shape = _stored_name(config, name), shapes[name]
+  tensor, is_transposed = stored[stored_name], _is_conv1d(stored_name)
+  rows, *columns = index or tuple(slice(0, size) for size in shape)
+  if ".c_attn." in stored_name:
+    first = shape[0] * "qkv".index(name.split(".")[-2])
+    rows = slice(first + rows.start, first + rows.stop)
+  own = (*columns, rows) if is_transposed else (rows, *columns)
   with _open(tensor.file) as file:
-    part = file.get_slice(tensor.name)
-    if ".c_attn." in stored_name:
-      width, at = shapes[name][0], "qkv".index(name.split(".")[-2])
-      columns = slice(at * width, (at + 1) * width)
-      value = part[columns] if len(tensor.shape) == 1 else part[:, columns]
-    else:
-      value = part[:]
-  value = value.T if _is_conv1d(stored_name) else value
-  return np.ascontiguousarray(value, np.float32)
+    value = file.get_slice(tensor.name)[own]
+  return np.ascontiguousarray(value.T if is_transposed else value, np.float32)
 
 
 def _check_tied(directory: pathlib.Path, head: _Stored, embedding: _Stored) -> None:

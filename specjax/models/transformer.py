@@ -1,7 +1,7 @@
 """The decoder family in flax: llama, qwen2, qwen3 and gpt2 by configuration, and its seam to the sampler.
 
 `Decoder` is an ordinary nnx module; `as_language_model` splits it into parameters and pure functions. Checkpoint
-formats live in their own modules, the forms of the expensive operations in `ops`.
+formats live in their own modules, the forms of the parameters in `forms`, those of the expensive operations in `ops`.
 """
 
 import dataclasses
@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from specjax.language_model import LanguageModel
 from specjax.models import ops
-from specjax.models.checkpoint import Checkpoint
 from specjax.models.config import DecoderConfig
 from specjax.models.ops import Options
 
@@ -86,8 +84,6 @@ _AXES = {
   **dict.fromkeys(("gate", "up"), ("mlp", "embed")),
   "down": ("embed", "mlp"),
 }
-# Weights that the CPU forms keep as one: two wide products take a tenth less time a token than five narrow ones.
-FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
 class Block(nnx.Module):
@@ -232,47 +228,11 @@ def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
 def as_language_model(decoder: Decoder, *, tokenizer_hash: str | None = None) -> LanguageModel:
   """The sampler's view of a decoder: its parameters as nested dicts, and pure functions."""
   params = nnx.to_pure_dict(nnx.split(decoder)[1])
-  return _language_model(decoder.config, decoder.options, params, tokenizer_hash)
+  return language_model(decoder.config, decoder.options, params, tokenizer_hash)
 
 
-def from_checkpoint(
-  checkpoint: Checkpoint, *, dtype=None, scan_layers: bool | None = None, options: Options | None = None
-) -> LanguageModel:
-  """Loads a checkpoint tensor by tensor: beside the parameters at most one tensor is held.
-
-  dtype: of parameters, activations and cache; default float32 on a CPU, bfloat16 elsewhere.
-  options: default: the backend's; `scan_layers` overrides that field of it.
-  """
-  options = options or Options.for_backend()
-  if scan_layers is not None:
-    options = dataclasses.replace(options, scan_layers=scan_layers)
-  dtype = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
-  if dtype not in DTYPES:
-    raise ValueError(f"dtype={dtype} is not supported: {', '.join(map(str, DTYPES))}.")
-  config = checkpoint.config
-
-  def tensor(*names: str) -> np.ndarray:
-    *prefix, module, leaf = names
-    parts = [checkpoint.tensor(".".join([*prefix, part, leaf])) for part in FUSED.get(module, (module,))]
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-  def read(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
-    names = [str(key.key) for key in path]
-    if names[0] != "layers" or not options.scan_layers:
-      return jnp.asarray(tensor(*names), dtype)
-    stacked = np.empty(leaf.shape, dtype)  # filled layer by layer: one tensor at a time is held twice
-    for i in range(config.num_layers):
-      stacked[i] = tensor("layers", str(i), *names[1:])
-    return jnp.asarray(stacked)
-
-  _, shapes = _skeleton(config, options)
-  leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-  bar = tqdm.tqdm(leaves, desc=f"Loading {config.architecture}", unit=" tensors", leave=False, disable=None)
-  params = jax.tree.unflatten(tree, [read(path, leaf) for path, leaf in bar])
-  return _language_model(config, options, params, checkpoint.tokenizer_hash)
-
-
-def _language_model(config: DecoderConfig, options: Options, params: Any, tokenizer_hash: str | None) -> LanguageModel:
+def language_model(config: DecoderConfig, options: Options, params: Any, tokenizer_hash: str | None) -> LanguageModel:
+  """The model of these parameters, which have the structure of `skeleton`."""
   return LanguageModel(
     params=params,
     apply=Apply(config, options),
@@ -284,7 +244,7 @@ def _language_model(config: DecoderConfig, options: Options, params: Any, tokeni
 
 
 @functools.cache
-def _skeleton(config: DecoderConfig, options: Options) -> tuple[nnx.GraphDef, Any]:
+def skeleton(config: DecoderConfig, options: Options) -> tuple[nnx.GraphDef, Any]:
   """A decoder's structure and the shapes of its parameters."""
   graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, options=options)))
   return graph, nnx.to_pure_dict(shapes)
@@ -298,12 +258,12 @@ class Apply:
   options: Options
 
   def __call__(self, params: Any, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
-    return nnx.merge(_skeleton(self.config, self.options)[0], params)(tokens, cache, start)
+    return nnx.merge(skeleton(self.config, self.options)[0], params)(tokens, cache, start)
 
   def axes(self, params: Any) -> Any:
     """Logical axes of every parameter: vocab, embed, heads, kv_heads, mlp, and layers where they are stacked.
 
-    Heads and their dimensions are one axis. Weights that the CPU forms fuse are whole: see `plain_form`.
+    Heads and their dimensions are one axis. Weights that the CPU forms fuse are whole: on a mesh they are apart.
     """
 
     def axes(path: tuple, _: Any) -> PartitionSpec:
@@ -340,83 +300,5 @@ def abstract_decoder(
 ) -> LanguageModel:
   """A decoder of jax.ShapeDtypeStructs: to place on a mesh and compile without weights."""
   options = options or Options.for_backend()
-  params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), _skeleton(config, options)[1])
-  return _language_model(config, options, params, None)
-
-
-def plain_form(model: LanguageModel, num_kv_heads: int, vocab_size: int) -> LanguageModel:
-  """The same function in a form that can be split over devices: no weights fused, and sizes that the parts divide.
-
-  num_kv_heads: a multiple of the model's: each key and value head is repeated, side by side.
-  vocab_size: at least the model's; the ids added have logits of -inf.
-  Layers stay stacked or apart as they are. Parameters may be jax.ShapeDtypeStructs.
-  """
-  assert isinstance(model.apply, Apply)
-  old, own = model.apply.config, model.apply.options
-  options = dataclasses.replace(own, cpu_kernels=False)
-  padding = old.vocab_padding + vocab_size - old.vocab_size
-  config = dataclasses.replace(old, num_kv_heads=num_kv_heads, vocab_size=vocab_size, vocab_padding=padding)
-  if (config, options) == (old, own):
-    return model
-
-  def form(params: Any) -> Any:
-    def leaf(path: tuple, _: jax.ShapeDtypeStruct) -> Array:
-      *prefix, module, name = (key.key for key in path)
-      block = functools.reduce(lambda tree, key: tree[key], prefix, params)
-      return widened(config, old, module, name, _unfused(old, block, module, name))
-
-    return jax.tree_util.tree_map_with_path(leaf, _skeleton(config, options)[1])
-
-  abstract = isinstance(model.params["embed"]["weight"], jax.ShapeDtypeStruct)
-  params = jax.eval_shape(form, model.params) if abstract else form(model.params)
-  return dataclasses.replace(
-    model, params=params, apply=Apply(config, options), init_cache=InitCache(config, options), vocab_size=vocab_size
-  )
-
-
-def widened(config: DecoderConfig, old: DecoderConfig, module: str, name: str, value: Any) -> Any:
-  """A parameter of `old`, perhaps stacked, as `config` has it: see `plain_form`. numpy or jax, as it was."""
-  axis = value.ndim - (1 if name == "bias" else 2)
-  if module in ("k", "v") and config.num_kv_heads != old.num_kv_heads:
-    heads = value.reshape(*value.shape[:axis], old.num_kv_heads, old.head_dim, *value.shape[axis + 1 :])
-    repeated = heads.repeat(config.num_kv_heads // old.num_kv_heads, axis)
-    return repeated.reshape(*value.shape[:axis], -1, *value.shape[axis + 1 :])
-  if module in ("embed", "head") and config.vocab_size != old.vocab_size:
-    pad = np.pad if isinstance(value, np.ndarray) else jnp.pad
-    return pad(value, ((0, config.vocab_size - old.vocab_size), (0, 0)))
-  return value
-
-
-def _unfused(config: DecoderConfig, block: Any, module: str, name: str) -> Any:
-  """A parameter of a block, perhaps stacked, that may be a part of a fused one."""
-  fused = next((whole for whole, parts in FUSED.items() if module in parts and whole in block), None)
-  if fused is None:
-    return block[module][name]
-  value, part = block[fused][name], FUSED[fused].index(module)
-  axis = value.ndim - (1 if name == "bias" else 2)
-  heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-  ends = np.cumsum([0, heads, kv_heads, kv_heads] if fused == "qkv" else [0, config.d_ff, config.d_ff])
-  return value[(*(slice(None),) * axis, slice(ends[part], ends[part + 1]))]
-
-
-def as_checkpoint(model: LanguageModel) -> Checkpoint:
-  """A decoder's parameters under their canonical names, whatever its form: `from_checkpoint` makes another form of it.
-
-  Raises TypeError for a model that is not of this family.
-  """
-  apply = model.apply
-  if not isinstance(apply, Apply):
-    raise TypeError(f"{model!r} is not of the decoder family of specjax.models: its layers are not known.")
-  c = apply.config
-
-  def tensor(name: str) -> np.ndarray:
-    *prefix, module, leaf = name.split(".")
-    at, where = None, model.params
-    if prefix:
-      at = int(prefix[1])
-      where = where["layers"] if apply.options.scan_layers else where["layers"][at]
-    value = np.asarray(_unfused(c, where, module, leaf))
-    value = value[at] if prefix and apply.options.scan_layers else value
-    return np.asarray(value, np.float32)
-
-  return Checkpoint(config=c, tensor=tensor, tokenizer_hash=model.tokenizer_hash)
+  params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), skeleton(config, options)[1])
+  return language_model(config, options, params, None)

@@ -11,7 +11,7 @@ import scipy.special
 
 from specjax.language_model import LanguageModel
 from specjax.models.config import DecoderConfig
-from specjax.models.transformer import as_checkpoint
+from specjax.models.forms import as_checkpoint
 
 Tensor = Callable[[str], np.ndarray]
 CHUNK = 64  # positions of logits at a time

@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.checks import MIN_SLOTS, PREFILL_CHUNK
 from specjax.language_model import LanguageModel, empty_cache, run
-from specjax.models.transformer import DTYPES, Apply, as_checkpoint, from_checkpoint
+from specjax.models.forms import as_checkpoint, from_checkpoint
+from specjax.models.transformer import DTYPES, Apply
 from specjax.numerics import float64
 
 _DTYPES = tuple(map(str, DTYPES))

@@ -71,7 +71,7 @@ def test_directories_that_are_no_model(tmp_path: pathlib.Path) -> None:
   with pytest.raises(FileNotFoundError, match=r"It holds a\.gguf: give the path of the file"):
     load_model(tmp_path)
   (tmp_path / "_CHECKPOINT_METADATA").touch()
-  with pytest.raises(NotImplementedError, match="orbax"):
+  with pytest.raises(ValueError, match="no orbax checkpoint, or a damaged one"):
     load_model(tmp_path)
 
 

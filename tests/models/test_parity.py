@@ -16,8 +16,8 @@ import pytest
 import specjax
 from specjax.language_model import LanguageModel
 from specjax.models import ops
+from specjax.models.forms import from_checkpoint
 from specjax.models.load import open_checkpoint
-from specjax.models.transformer import from_checkpoint
 from tests import checkpoints
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"

@@ -11,8 +11,8 @@ import pytest
 
 import specjax
 from specjax.models import ops, tabular
+from specjax.models.forms import as_checkpoint, from_checkpoint
 from specjax.models.load import open_checkpoint
-from specjax.models.transformer import as_checkpoint, from_checkpoint
 from specjax.numerics import REFERENCE, Graph, logits, unavailable
 from specjax.numerics.graphs import prepare
 from specjax.warp import Warp

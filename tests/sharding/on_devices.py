@@ -1,12 +1,15 @@
 """What tests/sharding asserts, on 8 CPU devices in a process of its own: XLA counts them once, when jax starts.
 
-Writes one pickled dictionary to the path that it is given. XLA_FLAGS must be set by whoever starts it.
+Writes one pickled dictionary into the folder that it is given. XLA_FLAGS must be set by whoever starts it.
 """
 
 import contextlib
 import dataclasses
 import functools
+import math
+import pathlib
 import pickle
+import shutil
 import sys
 import warnings
 
@@ -19,14 +22,17 @@ import specjax
 from specjax import sharding, warp
 from specjax.language_model import empty_cache, run
 from specjax.models import tabular
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, parameter_shapes
+from specjax.models.forms import as_checkpoint, from_checkpoint
+from specjax.models.load import open_checkpoint
 from specjax.models.ops import Options
 from specjax.models.transformer import abstract_decoder
 from specjax.placement import P
 from specjax.verify import Verdict, declare
+from tests import checkpoints, gguf_files
 
 V, GAMMA, ROWS, NEW = 1536, 3, 8, 12  # blocks of 48 x 32; no other axis is as long as a quarter of the vocabulary
-KEY = jax.random.key(3)
+KEY, SAVED = jax.random.key(3), (0, 1, 2, 5, 10)  # rounds done when a state is saved
 
 
 @functools.cache
@@ -90,17 +96,78 @@ def plain(result: specjax.SampleResult) -> dict:
   }
 
 
-def round_by_round(mesh: Mesh) -> tuple[dict, dict]:
-  """The same by `init` and `step`, and the types of the state before and after, and of what a round tells."""
+def round_by_round(mesh: Mesh, folder: pathlib.Path) -> tuple[dict, dict]:
+  """The same by `init` and `step`, and the types of the state before and after, and of what a round tells.
+
+  The state before some rounds is saved.
+  """
   step = jax.jit(functools.partial(specjax.step, verifier="coupled"))
   types = lambda tree: jax.tree.map(lambda leaf: str(jax.typeof(leaf)), tree)  # noqa: E731
   with jax.set_mesh(mesh):
     target, drafter = placed(mesh)
     first = specjax.init(target, drafter, key=KEY, **settings())
+    specjax.save_state(first, folder / "0")
     state, info = step(first, target, drafter)
     while not state.finished.all():
+      if (done := int(state.round.max())) in SAVED:
+        specjax.save_state(state, folder / str(done))
       state, info = step(state, target, drafter)
   return plain(state.result()), {"first": types(first), "last": types(state), "info": types(info)}
+
+
+def resumed(mesh: Mesh, folder: pathlib.Path) -> dict[str, dict]:
+  """What becomes of every saved state on another mesh; and what is said of states of other models."""
+  step, found = jax.jit(functools.partial(specjax.step, verifier="coupled")), {}
+  target, drafter = placed(mesh)
+  for saved in sorted(folder.iterdir()):
+    state = specjax.load_state(saved, target, drafter)
+    while not state.finished.all():
+      state, _ = step(state, target, drafter)
+    found[saved.name] = plain(state.result())
+  return found
+
+
+def loaded(folder: pathlib.Path) -> dict:
+  """Checkpoints read onto meshes, into which parts, and what was read; and models saved and loaded in other forms."""
+  found: dict = {"reads": {}, "differences": {}, "forms": {}}
+
+  def differences(one: specjax.LanguageModel, other: specjax.LanguageModel) -> list[str]:
+    a, b = as_checkpoint(one), as_checkpoint(other)
+    return [name for name in parameter_shapes(a.config) if not np.array_equal(a.tensor(name), b.tensor(name))] + (
+      [] if a.config == b.config else ["config"]
+    )
+
+  for name, kind, parts, scan in (("llama", "", 2, True), ("llama", ".gguf", 3, False), ("gpt2", "", 4, True)):
+    checkpoints.write(name, folder / name)
+    gguf_files.save(folder / f"{name}.gguf", gguf_files.metadata(name), gguf_files.tensors(name))
+    whole = specjax.load_model(folder / f"{name}{kind}", dtype=jnp.float32)
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      split = specjax.load_model(folder / f"{name}{kind}", dtype=jnp.float32, mesh=on(2, parts), scan_layers=scan)
+      again = sharding.shard(whole, on(2, parts))
+    label = f"{name}{kind} over {parts}"
+    found["differences"][label] = differences(whole, split) + differences(whole, again)
+    found["forms"][label] = str(split.params["embed"]["weight"].sharding.spec), split.apply.config
+  # What one process reads, and how much of it at a time.
+  checkpoint, sizes = open_checkpoint(folder / "llama"), []
+
+  def tensor(name, index=None):
+    part = checkpoint.tensor(name, index)
+    sizes.append(part.size)
+    return part
+
+  config, options, placement = sharding.fit(checkpoint.config, Options(True, False), sharding.place(on(2, 2)))
+  counted = dataclasses.replace(checkpoint, tensor=tensor)
+  from_checkpoint(counted, dtype=jnp.float32, options=options, config=config, placement=placement)
+  numbers = sum(math.prod(shape) for shape in parameter_shapes(checkpoint.config).values())
+  found["reads"] = {"numbers": numbers, "read": sum(sizes), "largest": max(sizes)}
+
+  model = specjax.load_model(folder / "llama", dtype=jnp.float32, mesh=on(2, 3), scan_layers=True)
+  specjax.save_model(model, folder / "saved")
+  for mesh, scan in ((on(2, 3), True), (on(2, 2, True), False), (None, False)):
+    other = specjax.load_model(folder / "saved", dtype=jnp.float32, mesh=mesh, scan_layers=scan)
+    found["differences"][f"saved on {mesh and mesh.shape}, {scan}"] = differences(model, other)
+  return found
 
 
 @declare(lossless=True)
@@ -143,7 +210,7 @@ def bits(mesh: Mesh) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   return found
 
 
-def errors() -> dict[str, str]:
+def errors(folder: pathlib.Path) -> dict[str, str]:
   """What is refused, before anything is compiled."""
   eight, explicit = on(1, 8), on(2, 4, True)
   model, call = decoder(0, 1), settings()
@@ -167,16 +234,28 @@ def errors() -> dict[str, str]:
     "mesh axis": lambda: sharding.shard(model, on(2, 4), {"heads": "tensor"}),
     "twice": lambda: sharding.shard(model, on(2, 4), {"embed": "model", "mlp": "model"}),
     "no rules": lambda: sharding.shard(model, on(2, 4), "model"),
-    "no model": lambda: sharding.shard(model.params, on(2, 4)),
+    "a dictionary": lambda: sharding.shard(model.params, on(2, 4)),
     "rows": lambda: sample(placed_model, **{name: call[name][:7] for name in ("prompt_tokens", "prompt_lengths")}),
     "not set": lambda: sample(sharding.shard(model, explicit)),
     "another set": lambda: set_and_sample(on(4, 2)),
   }
+  longer = specjax.ModelDrafter(decoder(1, 2))
+  calls |= {
+    "another draft": lambda: specjax.load_state(folder / "states" / "0", decoder(0, 2), longer),
+    "no state": lambda: specjax.load_state(folder / "saved", decoder(0, 2), longer),
+    "no model": lambda: specjax.load_model(folder / "states" / "0"),
+    "exists": lambda: specjax.save_model(decoder(0, 1), folder / "saved"),
+    "damaged": lambda: specjax.load_model(folder / "damaged"),
+    "rules": lambda: specjax.load_model(folder / "llama", rules=sharding.RULES),
+    "heads read": lambda: specjax.load_model(folder / "llama", mesh=on(1, 8)),
+  }
+  shutil.copytree(folder / "saved", folder / "damaged")
+  max((folder / "damaged").rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size).unlink()
   found = {}
   for name, function in calls.items():
     try:
       function()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, FileNotFoundError) as error:
       found[name] = f"{type(error).__name__}: {error}"
   return found
 
@@ -213,18 +292,21 @@ def odd_sizes() -> dict:
   return found
 
 
-def main(path: str) -> None:
-  eight, explicit = on(2, 4), on(2, 4, True)
+def main(folder: pathlib.Path) -> None:
+  eight = on(2, 4)
   found: dict = {"programs": programs(eight), "law": joint_law(eight), "bits": bits(eight)}
   meshes = {"1 device": None, "2x1 explicit": on(2, 1, True), "2x2": on(2, 2), "2x4": eight}
   runs = {name: generate(mesh) for name, mesh in meshes.items()}
-  found["generations"] = {name: generation for name, (generation, _) in runs.items()}
-  found |= {"errors": errors(), "odd": odd_sizes()}
   found["programs"]["sample"] = runs["2x4"][1]
-  found["generations"]["2x4 explicit, round by round"], found["types"] = round_by_round(explicit)
-  with open(path, "wb") as file:
+  found["generations"] = {name: generation for name, (generation, _) in runs.items()}
+  found["generations"]["2x4 explicit, round by round"], found["types"] = round_by_round(
+    on(2, 4, True), folder / "states"
+  )
+  found["resumed"] = resumed(on(4, 2), folder / "states")
+  found |= {"loaded": loaded(folder), "odd": odd_sizes(), "errors": errors(folder)}
+  with open(folder / "found.pkl", "wb") as file:
     pickle.dump(found, file)
 
 
 if __name__ == "__main__":
-  main(sys.argv[1])
+  main(pathlib.Path(sys.argv[1]))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.sharding.on_devices import GAMMA, NEW, ROWS, V, settings
+from tests.sharding.on_devices import GAMMA, NEW, ROWS, SAVED, V, settings
 from tests.statistics import assert_follows
 
 KINDS = "all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|reduce-scatter"
@@ -20,11 +20,11 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-  path = tmp_path_factory.mktemp("devices") / "found.pkl"
+  folder = tmp_path_factory.mktemp("devices")
   root = pathlib.Path(__file__).parents[2]
   environment = os.environ | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-  subprocess.run([sys.executable, "-m", "tests.sharding.on_devices", path], check=True, cwd=root, env=environment)
-  return pickle.loads(path.read_bytes())
+  subprocess.run([sys.executable, "-m", "tests.sharding.on_devices", folder], check=True, cwd=root, env=environment)
+  return {"folder": folder} | pickle.loads((folder / "found.pkl").read_bytes())
 
 
 def collectives(program: str) -> list[tuple[str, list[tuple[int, ...]]]]:
@@ -115,14 +115,21 @@ def test_joint_law_over_a_split_vocabulary(found) -> None:
     ("mesh axis", "ValueError: rules split heads over 'tensor'; the mesh has the axes data, model"),
     ("twice", "ValueError: rules split two axes of one array over the same mesh axis"),
     ("no rules", "TypeError: rules must map logical axes to mesh axes, got 'model'"),
-    ("no model", "TypeError: model must be a specjax.LanguageModel or a drafter, got dict"),
+    ("a dictionary", "TypeError: model must be a specjax.LanguageModel or a drafter, got dict"),
     ("rows", "ValueError: prompt_tokens has 7 rows, which 2 devices can't share evenly"),
-    ("not set", "ValueError: the model lies on a mesh of Explicit axes, {'data': 2, 'model': 4}, and no mesh is set"),
-    ("another set", "ValueError: the model lies on the mesh {'data': 2, 'model': 4}, but jax.set_mesh has set"),
+    ("not set", "ValueError: the model lies on a mesh of Explicit axes, {{'data': 2, 'model': 4}}, and no mesh is set"),
+    ("another draft", "ValueError: {folder}/states/0 is of another target or drafter, or of another form"),
+    ("no state", "ValueError: {folder}/saved is an orbax checkpoint, but not one of specjax.save_state"),
+    ("no model", "ValueError: {folder}/states/0 is an orbax checkpoint, but not one of specjax.save_model"),
+    ("exists", "ValueError: Destination {folder}/saved already exists"),
+    ("damaged", "ValueError: {folder}/damaged can't be read, it is damaged or of another model: "),
+    ("rules", "ValueError: rules without a mesh place nothing"),
+    ("heads read", "ValueError: heads can't be split over 8 devices: the model has 6"),
+    ("another set", "ValueError: the model lies on the mesh {{'data': 2, 'model': 4}}, but jax.set_mesh has set"),
   ],
 )  # fmt: skip
 def test_what_is_refused(found, name, message) -> None:
-  assert found["errors"][name].startswith(message)
+  assert found["errors"][name].startswith(message.format(folder=found["folder"]))
 
 
 @pytest.mark.parametrize("name", ["whole", "repeated"])
@@ -133,15 +140,15 @@ def test_sizes_that_devices_do_not_divide(found, name) -> None:
   np.testing.assert_allclose(many[..., :97], one, atol=1e-5)
   assert (many[..., 97:] == -np.inf).all()
   assert many.shape[-1] == 128
-  assert odd["embed"] == ((128, 32), "P('model', None)")
+  assert odd["embed"] == ((128, 32), "P('model',)")
   if name == "whole":
-    assert set(odd["specs"].values()) == {"P(None, None)"}
+    assert set(odd["specs"].values()) == {"P()"}
     assert [words.split(":")[0] for words in odd["warnings"]] == [
       "6 heads don't divide over 4 devices",
       "an MLP width of 50 doesn't divide over 4 devices",
     ]
   else:
-    rows, columns = "P('model', None)", "P(None, 'model')"
+    rows, columns = "P('model',)", "P(None, 'model')"
     assert odd["specs"] == {"q": rows, "k": rows, "o": columns, "up": rows, "down": columns}
     assert odd["kv_heads"] == 4
     assert not odd["warnings"]
@@ -150,3 +157,30 @@ def test_sizes_that_devices_do_not_divide(found, name) -> None:
 def test_placing_without_weights(found) -> None:
   """Shapes, types and shardings of jax.ShapeDtypeStructs are those of arrays."""
   assert all(jax.tree.leaves(found["odd"]["repeated"]["abstract"]))
+
+
+def test_a_generation_goes_on_anywhere(found) -> None:
+  """Interrupted between rounds on 2x4 devices, under Explicit types, and resumed on 4x2: the same tokens."""
+  one = found["generations"]["1 device"]
+  assert {*map(int, found["resumed"])} == {*SAVED}
+  for name, resumed in found["resumed"].items():
+    for field in ("tokens", "rounds", "accepted"):
+      np.testing.assert_array_equal(resumed[field], one[field], err_msg=name)
+
+
+def test_loading_onto_a_mesh(found) -> None:
+  """The tensors are those of a load without a mesh, from either format, in every form; and of one saved and loaded."""
+  loaded = found["loaded"]
+  assert len(loaded["differences"]) == 6
+  assert not any(loaded["differences"].values()), loaded["differences"]
+  assert {spec for spec, _ in loaded["forms"].values()} == {"P('model',)"}
+  widths = {name: (config.num_kv_heads, config.vocab_size) for name, (_, config) in loaded["forms"].items()}
+  assert widths["llama over 2"] == (2, 128)
+  assert widths["llama.gguf over 3"] == (6, 384)  # each of 2 KV heads thrice, for 3 devices with 2 query heads each
+
+
+def test_every_number_is_read_once_and_none_beyond_a_part(found) -> None:
+  """Two rows of devices hold the same parts: they are read once. The largest part is half the embedding."""
+  reads = found["loaded"]["reads"]
+  assert reads["read"] == reads["numbers"]
+  assert reads["largest"] == 64 * 48  # of 97 tokens, padded to 128
