@@ -39,6 +39,8 @@ def join(environment: Mapping[str, str] | None = None) -> None:
 
 def _initialize(count: str, environment: Mapping[str, str]) -> None:
   heartbeat = _number(environment, "SPECJAX_HEARTBEAT", 1, default="100")
+  # That service takes SIGTERM for a warning and lets the process run on: Ctrl-C of a launch script would end nothing.
+  jax.config.update("jax_enable_preemption_service", False)
   if count == "auto":
     jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat)
     return

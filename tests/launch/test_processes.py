@@ -1,8 +1,12 @@
 """Experiments in several processes over loopback, started by launch/multiprocess.sh: one text, one result, no hang."""
 
 import json
+import os
 import pathlib
 import signal
+import socket
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -128,6 +132,21 @@ def test_a_process_that_dies_ends_the_others(tmp_path: pathlib.Path, victim: int
   assert ("RuntimeError: it is broken here" in done.stderr) == (way == "raise")
   other = [line for line in done.stderr.splitlines() if line.startswith(f"[{1 - victim}]")]
   assert any(word in line for line in other for word in LOST), done.stderr
+
+
+def test_a_joined_process_can_be_terminated() -> None:
+  program = "import os, signal, time; from experiments import processes; processes.join();"
+  program += "os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+  environment = {
+    "SPECJAX_PROCESSES": "1",
+    "SPECJAX_PROCESS": "0",
+    "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+    "PYTHONPATH": str(clone.ROOT),
+  }
+  done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment}, timeout=120)
+  assert done.returncode == -signal.SIGTERM
 
 
 def test_alone_nothing_is_joined_and_everything_is_first() -> None:

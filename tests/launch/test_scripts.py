@@ -14,7 +14,8 @@ TOY = """
 import os, sys
 
 process = os.environ["SPECJAX_PROCESS"]
-print("out", process, os.environ["SPECJAX_PROCESSES"], os.environ["JAX_NUM_CPU_DEVICES"], sys.argv[1:], flush=True)
+seen = ["out", process, os.environ["SPECJAX_PROCESSES"], os.environ["JAX_NUM_CPU_DEVICES"], sys.argv[1:]]
+os.write(1, (" ".join(map(str, seen)) + "\\n").encode())  # at once: they share a pipe
 print("words of process", process, file=sys.stderr)
 if sys.argv[2:] and sys.argv[2] == process:
   os.kill(os.getpid(), int(sys.argv[3]))
