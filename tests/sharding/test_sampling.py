@@ -17,6 +17,8 @@ from tests.statistics import assert_follows
 KINDS = "all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|reduce-scatter"
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # compiles in half the time
 
+pytestmark = pytest.mark.xdist_group("devices")  # one worker, so that the programs below are compiled once
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
