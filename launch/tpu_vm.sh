@@ -7,6 +7,7 @@
 #   ./launch/tpu_vm.sh --list --zone=ZONE
 #   ./launch/tpu_vm.sh --logs --name=NAME --zone=ZONE        the end of every worker's log
 #   ./launch/tpu_vm.sh --fetch --name=NAME --zone=ZONE       the results so far
+#   ./launch/tpu_vm.sh --stop --name=NAME --zone=ZONE        ends the run and leaves the TPU
 #   ./launch/tpu_vm.sh --delete --name=NAME --zone=ZONE
 #
 #   --type        accelerator type, such as v5litepod-8, v6e-8, v4-32
@@ -22,9 +23,11 @@
 #   --create-flag a further flag for the gcloud command that creates it, such as --create-flag=--network=NAME; repeat it
 #   --dry-run     prints the commands for a TPU that is not there yet, in place of running them
 #
-# Needs gcloud, logged in. HEAD is shipped, uncommitted changes are not. Worker 0 writes the results; they go to
-# experiments/results/NAME here. A run may take longer than a laptop stays awake: start it in tmux on a machine that
-# does. The same command again goes on with the same TPU. The status is that of the experiment.
+# Needs gcloud, logged in; for slices of several machines with its key in ssh-agent, without which gcloud stalls:
+# ssh-add ~/.ssh/google_compute_engine. HEAD is shipped, uncommitted changes are not. Worker 0 writes the results; they go
+# to experiments/results/NAME here, with what it said in run.log. The run outlives a lost connection, Ctrl-C and a laptop that sleeps: the same command
+# again follows it. What is pre-empted meanwhile is created again only by a script that is there: for long runs on spot
+# TPUs start it in tmux on a machine that stays on. The status is that of the experiment.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,7 +52,7 @@ while [[ ${1:-} == -* ]]; do
     --queued) queued=1 ;;
     --keep) keep=1 ;;
     --dry-run) dry_run=1 ;;
-    --list | --logs | --fetch | --delete)
+    --list | --logs | --fetch | --stop | --delete)
       [[ $action == run ]] || fail "--$action and $1 are two things to do: one at a time."
       action=${1#--}
       ;;
@@ -98,7 +101,8 @@ queue=(gcloud compute tpus queued-resources)
 results=$root/experiments/results/$tpu
 temporary=$(mktemp -d)
 
-on() { run "${vm[@]}" ssh "$tpu" "${where[@]}" --worker="$1" --command="$2"; } # WORKER COMMAND
+# WORKER COMMAND. A machine that vanished says nothing: without ServerAliveInterval ssh would wait for it for ever.
+on() { run "${vm[@]}" ssh "$tpu" "${where[@]}" --worker="$1" --ssh-flag=-oServerAliveInterval=30 --command="$2"; }
 
 copy() { run "${vm[@]}" scp "$2" "$3" "${where[@]}" --worker="$1"; } # WORKER FROM TO
 
@@ -154,7 +158,8 @@ await() {
 # Replaces the results here by those of worker 0.
 fetch() {
   local archive=$temporary/fetched.tar.gz new=$temporary/fetched
-  on 0 "mkdir -p specjax/experiments/results && tar -C specjax/experiments/results -czf fetched.tar.gz ." &&
+  on 0 "cd specjax && mkdir -p experiments/results && { ! test -f .run/log || cp .run/log experiments/results/run.log; } &&\
+ tar -C experiments/results -czf ../fetched.tar.gz ." &&
     copy 0 "$tpu:fetched.tar.gz" "$archive" || return
   [[ -z $dry_run ]] || return 0
   rm -rf "$new"
@@ -170,11 +175,13 @@ restore() {
     on 0 "mkdir -p specjax/experiments/results && tar -C specjax/experiments/results -xzf kept.tar.gz"
 }
 
+# The commit and what it needs, on all workers; not beneath a run of another commit.
 ship() {
   local bundle=$temporary/specjax.bundle
   run git -C "$root" bundle create --quiet "$bundle" HEAD &&
     copy all "$bundle" "$tpu:specjax.bundle" &&
-    on all "test -d specjax || git init --quiet specjax; cd specjax &&\
+    on all "git init --quiet specjax && cd specjax && mkdir -p .run && { flock --nonblock .run/lock true ||\
+ grep --quiet '^$commit ' .run/words || { echo 'A run of another commit is going on: --stop ends it.' >&2; exit 1; }; } &&\
  git fetch --quiet ../specjax.bundle HEAD && git checkout --quiet --force --detach $commit" &&
     on all "cd specjax && SPECJAX_FETCH_PYTHON=1 SPECJAX_JAX='jax[tpu]' ./launch/setup.sh"
 }
@@ -187,17 +194,36 @@ stop_fetching() {
   fetcher=''
 }
 
-# The experiment on all workers, with fetches meanwhile; its status.
+# The experiment on all workers, started or followed, with fetches meanwhile; its status, or 1 if they can't be reached.
+# That of the command that follows it won't do: gcloud has the same ones for troubles of its own.
 work() {
-  local code=0
+  local now told code followed failures=0
   if [[ -z $dry_run ]]; then
     set -m # in a process group of its own, which `stop_fetching` ends whole
     (while sleep "$fetch_every"; do fetch || true; done) >/dev/null 2>&1 &
     fetcher=$!
     set +m
   fi
-  on all "cd specjax && SPECJAX_PROCESSES=auto ./launch/worker.sh $(quoted "$@") 2>&1 | tee -a worker.log;\
- exit \${PIPESTATUS[0]}" || code=$?
+  while ((failures < 20)); do
+    code=1 followed=0
+    on all "cd specjax && SPECJAX_PROCESSES=auto ./launch/detached.sh $(quoted "$@")" || followed=$?
+    if told=$(on all "cd specjax && ./launch/detached.sh --ended"); then
+      [[ -z $dry_run ]] || { echo "$told" && return; }
+      failures=0
+      if [[ $told == *running* ]]; then
+        # 75: another run than this one is going on, and was not touched.
+        ((followed != 75)) || { code=75 && break; }
+      elif [[ $told == *ended* ]]; then
+        code=$(sed -n 's/^ended //p' <<<"$told" | sort -n | tail -n 1)
+        break
+      fi
+    else
+      now=$(state) && [[ $now != READY ]] && break
+      failures=$((failures + 1))
+    fi
+    say "lost the connection to $tpu: trying again."
+    sleep "$poll"
+  done
   stop_fetching
   return "$code"
 }
@@ -234,14 +260,17 @@ created=''
 leave() {
   stop_fetching
   rm -rf "$temporary"
-  [[ -z $created || -n $dry_run ]] || say "$tpu is still there, and costs. To delete it:" \
-    "$0 --delete --name=$tpu --zone=$zone${project:+ --project=$project}"
+  [[ -z $created || -n $dry_run ]] || say "$tpu is still there, and costs. The same command goes on with it; to delete" \
+    "it: $0 --delete --name=$tpu --zone=$zone${project:+ --project=$project}"
 }
 trap leave EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 case $action in
   list) run "${vm[@]}" list "${where[@]}" && run "${queue[@]}" list "${where[@]}"; exit ;;
-  logs) on all "tail -n 100 specjax/worker.log"; exit ;;
+  logs) on all "tail -n 100 specjax/.run/log"; exit ;;
+  stop) on all "cd specjax && ./launch/detached.sh --stop"; exit ;;
   fetch) fetch; exit ;;
   delete) delete; exit ;;
 esac
@@ -264,7 +293,10 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
     fi
   fi
   status=$code finished=1
-  fetch || say "the results could not be fetched."
+  fetch || {
+    say "the results could not be fetched."
+    [[ -n $dry_run ]] || keep=1
+  }
   break
 done
 [[ -n $finished ]] || say "no run came to its end in $attempts attempts."

@@ -48,13 +48,12 @@ def commit(root: pathlib.Path) -> str:
   return subprocess.run(words, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def call(root: pathlib.Path, script: str, *arguments: str, path: pathlib.Path | None = None, **environment: str):
-  """Runs a launch script, from another folder; path: a folder of commands that come before all others."""
-  folders = [str(path)] if path else []
+def call(root: pathlib.Path, script: str, *arguments: str, **environment: str):
+  """Runs a launch script, from another folder."""
   return subprocess.run(
     [str(root / "launch" / script), *arguments],
     cwd=root.parent,
-    env={**os.environ, **environment, "PATH": os.pathsep.join([*folders, os.environ["PATH"]])},
+    env={**os.environ, **environment},
     capture_output=True,
     text=True,
     timeout=120,

@@ -27,6 +27,26 @@ boot() {
   echo CREATING >"$CLOUD/machines/$1/state"
 }
 
+# Runs the command on the workers of the machine in this folder. $CLOUD/drop has a line for every connection to an
+# experiment that is to be lost: what runs in it is killed once the experiment has made $CLOUD/reached.
+connect() {
+  local w pid pids=() status=0
+  set -m # a process group for each worker
+  for w in "${workers[@]}"; do
+    (cd "$1/$w" && WORKER=$w exec bash -c "$command") &
+    pids+=($!)
+  done
+  set +m
+  if [[ -s $CLOUD/drop && $command == *"detached.sh toy"* ]]; then
+    until [[ -f $CLOUD/reached ]]; do sleep 0.1; done
+    for pid in "${pids[@]}"; do kill -KILL -- "-$pid" || true; done
+    sed -i 1d "$CLOUD/drop"
+    return 255
+  fi
+  for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+  return "$status"
+}
+
 case $verb in
   "tpu-vm list")
     state=$CLOUD/machines/$name/state
@@ -51,15 +71,15 @@ case $verb in
   "tpu-vm ssh")
     [[ -d $CLOUD/machines/${words[0]} ]] || exit 255
     status=0
-    for w in "${workers[@]}"; do
-      (cd "$CLOUD/machines/${words[0]}/$w" && WORKER=$w bash -c "$command") || status=$?
-    done
+    connect "$CLOUD/machines/${words[0]}" || status=$?
+    ((status != 255)) || { status=0 && connect "$CLOUD/machines/${words[0]}" || status=$?; } # gcloud does so, too
     exit "$status"
     ;;
   "tpu-vm scp")
     for w in "${workers[@]}"; do
       paths=()
       for path in "${words[@]}"; do
+        [[ $path != *:fetched.tar.gz || ! -f $CLOUD/unreachable ]] || exit 255
         [[ $path != *:* ]] || path=$CLOUD/machines/${path%%:*}/$w/${path#*:}
         paths+=("$path")
       done

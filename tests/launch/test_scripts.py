@@ -1,5 +1,7 @@
 """The launch scripts for several processes on this machine, GKE and Slurm: what they start, and what they refuse."""
 
+import functools
+import os
 import pathlib
 import shlex
 import subprocess
@@ -32,8 +34,28 @@ def recorded(root: pathlib.Path, script: str, commands: str, *arguments: str):
   for name in commands.split():
     clone.command(root.parent / "bin", name, clone.RECORDER)
   path = root.parent / "recorded"
-  done = clone.call(root, script, *arguments, path=root.parent / "bin", RECORDED=str(path))
+  folders = os.pathsep.join([str(root.parent / "bin"), os.environ["PATH"]])
+  done = clone.call(root, script, *arguments, PATH=folders, RECORDED=str(path))
   return done, [block.splitlines() for block in path.read_text().split("\n\n")[:-1]] if path.exists() else []
+
+
+def test_a_detached_run_is_followed_stopped_and_forgotten(root: pathlib.Path) -> None:
+  (root / "experiments" / "toy.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
+  call = functools.partial(clone.call, root, "detached.sh")
+  assert call("--ended").stdout == "none\n"
+  command = [str(root / "launch" / "detached.sh"), "toy", "a b"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
+    assert follower.stdout is not None
+    assert follower.stdout.readline() == "begun\n"
+    assert call("--ended").stdout == "running\n"
+    refused = call("toy", "a", "b")
+    assert (refused.returncode, refused.stdout) == (75, "")
+    assert refused.stderr.endswith(f"--stop ends it: {clone.commit(root)} toy 'a b'\n")
+    assert call("--stop").returncode == 0
+    assert follower.wait(60) == 137
+  assert call("--ended").stdout == "ended 137\n"
+  assert call("--ended").stdout == "none\n"
+  assert call("--stop").stderr == "detached: nothing runs here.\n"
 
 
 def test_multiprocess_starts_each_and_marks_their_words(root: pathlib.Path) -> None:
@@ -116,7 +138,9 @@ def test_what_is_wrong_is_said_before_anything_starts(
   assert not (root / ".venv").exists()
 
 
-@pytest.mark.parametrize("script", ["worker.sh", "multiprocess.sh", "tpu_vm.sh", "gke_xpk.sh", "slurm.sh"])
+@pytest.mark.parametrize(
+  "script", ["worker.sh", "detached.sh", "multiprocess.sh", "tpu_vm.sh", "gke_xpk.sh", "slurm.sh"]
+)
 def test_the_head_of_a_script_is_its_help(root: pathlib.Path, script: str) -> None:
   done = clone.call(root, script, "--help")
   assert (done.returncode, done.stderr) == (0, "")

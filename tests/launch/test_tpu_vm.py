@@ -3,12 +3,16 @@
 import os
 import pathlib
 import shlex
+import signal
+import subprocess
+import time
 
 import pytest
 
 from tests.launch import clone
 
-# Two items; worker 0 writes. On its first machine it is pre-empted after the first, once that was fetched.
+# Two items; worker 0 writes. On its first machine it is pre-empted after the first, once that was fetched. With --slow
+# there is time after the first item, to lose connections or to go away.
 TOY = """
 import os, pathlib, shutil, sys, time
 
@@ -18,6 +22,14 @@ if os.environ["WORKER"] == "0":
   items.parent.mkdir(parents=True, exist_ok=True)
   if "--fail" in sys.argv:
     sys.exit("it failed")
+  if "--slow" in sys.argv:
+    with items.open("a") as file:
+      file.write(f"one on {os.getpid()}\\n")
+    (cloud / "reached").touch()
+    for _ in range(300):
+      if not (cloud / "hold").exists() and not (cloud / "drop").read_text():
+        break
+      time.sleep(0.1)
   if "--preempt" in sys.argv and not items.exists():
     items.write_text(f"one on {os.getpid()}\\n")
     fetched = pathlib.Path(os.environ["FETCHED"]) / "toy" / "items"
@@ -44,8 +56,12 @@ class Cloud:
     clone.command(folder / "bin", "gcloud", (pathlib.Path(__file__).parent / "gcloud.sh").read_text())
 
   def call(self, *arguments: str):
-    bin, environment = self.folder.parent / "bin", {"CLOUD": str(self.folder), "FETCHED": str(self.results)}
-    return clone.call(self.root, "tpu_vm.sh", *arguments, path=bin, **environment)
+    return clone.call(self.root, "tpu_vm.sh", *arguments, **self.environment)
+
+  @property
+  def environment(self) -> dict[str, str]:
+    path = os.pathsep.join([str(self.folder.parent / "bin"), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "CLOUD": str(self.folder), "FETCHED": str(self.results)}
 
   @property
   def calls(self) -> list[str]:
@@ -81,13 +97,14 @@ def test_dry_run_prints_the_commands_and_sends_none(cloud: Cloud) -> None:
   assert remote[0].endswith(f"git checkout --quiet --force --detach {clone.commit(cloud.root)}")
   assert remote[1] == "cd specjax && SPECJAX_FETCH_PYTHON=1 SPECJAX_JAX='jax[tpu]' ./launch/setup.sh"
   # Quoted twice, for this shell and for the worker's: what the experiment sees is what was given.
-  assert shlex.split(remote[2])[3:8] == [
+  assert shlex.split(remote[2])[3:] == [
     "SPECJAX_PROCESSES=auto",
-    "./launch/worker.sh",
+    "./launch/detached.sh",
     "toy",
     "--config.model=a b",
     "it's",
   ]
+  assert remote[3] == "cd specjax && ./launch/detached.sh --ended"
   fetched = commands[-2]
   assert fetched[4:6] == ["scp", "pair:fetched.tar.gz"]
   assert fetched[-1] == "--worker=0"
@@ -103,9 +120,9 @@ def test_runs_on_all_workers_fetches_and_deletes(cloud: Cloud) -> None:
   done = cloud.call(*FLAGS, "--poll=1", "toy", "a b", "it's")
   assert done.returncode == 0, done.stderr
   seen = "auto ['--config=configs/toy.py', 'a b', \"it's\"]"
-  assert [line for line in done.stdout.splitlines() if line.startswith("worker")] == [
-    f"worker {w} {seen}" for w in "01"
-  ]
+  said = [line for line in done.stdout.splitlines() if line.startswith("worker")]
+  assert sorted(said) == [f"worker {w} {seen}" for w in "01"]
+  assert (cloud.results / "run.log").read_text() == f"worker 0 {seen}\n"
   assert (cloud.results / "toy" / "items").read_text().startswith("two on ")
   assert (len(cloud.sent("[create]")), cloud.machines()) == (1, [])
   assert (
@@ -137,6 +154,15 @@ def test_a_failed_experiment_is_the_status_and_costs_no_more(cloud: Cloud) -> No
   assert (len(cloud.sent("[create]")), cloud.machines()) == (1, [])
 
 
+def test_a_tpu_is_not_deleted_with_results_that_were_not_fetched(cloud: Cloud) -> None:
+  (cloud.folder / "unreachable").touch()
+  done = cloud.call(*FLAGS, "--poll=1", "toy")
+  assert done.returncode == 0
+  assert "the results could not be fetched" in done.stderr
+  assert f"--delete --name=pair --zone={FLAGS[1].removeprefix('--zone=')}" in done.stderr
+  assert cloud.machines() == ["pair"]
+
+
 def test_a_tpu_that_was_there_is_kept_with_its_results(cloud: Cloud) -> None:
   assert cloud.call(*FLAGS, "--poll=1", "--keep", "toy").returncode == 0
   assert cloud.machines() == ["pair"]
@@ -148,6 +174,43 @@ def test_a_tpu_that_was_there_is_kept_with_its_results(cloud: Cloud) -> None:
   assert (len(cloud.sent("[create]")), cloud.machines()) == (1, ["pair"])
   assert cloud.call("--delete", "--name=pair", "--zone=z").returncode == 0
   assert cloud.machines() == []
+
+
+def test_a_run_outlives_lost_connections(cloud: Cloud) -> None:
+  (cloud.folder / "drop").write_text("first\nthe retry of gcloud\nsecond\n")
+  done = cloud.call(*FLAGS, "--poll=1", "toy", "--slow")
+  assert done.returncode == 0, done.stderr
+  assert done.stderr.count("lost the connection to pair: trying again.") == 1
+  assert len(cloud.sent("detached.sh toy")) == 2
+  one, two = (cloud.results / "toy" / "items").read_text().splitlines()
+  assert one.replace("one", "two") == two
+  assert (len(cloud.sent("[create]")), cloud.machines()) == (1, [])
+
+
+def test_a_run_whose_script_was_interrupted_is_followed(cloud: Cloud) -> None:
+  hold, reached = cloud.folder / "hold", cloud.folder / "reached"
+  hold.touch()
+  (cloud.folder / "drop").touch()
+  command = [str(cloud.root / "launch" / "tpu_vm.sh"), *FLAGS, "--poll=1", "toy", "--slow"]
+  said = cloud.folder / "said"  # a pipe would be held open by what outlives the script
+  with said.open("w") as file:
+    script = subprocess.Popen(command, env=cloud.environment, start_new_session=True, stdout=file, stderr=file)
+  for _ in range(300):
+    if reached.exists():
+      break
+    time.sleep(0.1)
+  os.killpg(script.pid, signal.SIGINT)
+  assert script.wait(60) == 130
+  assert "pair is still there, and costs. The same command goes on with it" in said.read_text()
+  refused = cloud.call(*FLAGS, "--poll=1", "toy", "--other")
+  assert refused.returncode == 75
+  assert f"another run is going on here, and --stop ends it: {clone.commit(cloud.root)} toy --slow" in refused.stderr
+  hold.unlink()
+  done = cloud.call(*FLAGS, "--poll=1", "toy", "--slow")
+  assert done.returncode == 0, done.stderr
+  one, two = (cloud.results / "toy" / "items").read_text().splitlines()
+  assert one.replace("one", "two") == two
+  assert (len(cloud.sent("[create]")), cloud.machines()) == (1, ["pair"])
 
 
 def test_gives_up_after_the_attempts(cloud: Cloud) -> None:
@@ -162,7 +225,7 @@ def test_list_and_logs(cloud: Cloud) -> None:
   assert cloud.call("--list", "--zone=z").returncode == 0
   assert cloud.calls == ["[compute][tpus][tpu-vm][list][--zone=z]", "[compute][tpus][queued-resources][list][--zone=z]"]
   done = cloud.call("--logs", "--dry-run", "--name=pair", "--zone=z")
-  assert shlex.split(done.stdout)[-2:] == ["--worker=all", "--command=tail -n 100 specjax/worker.log"]
+  assert {"--worker=all", "--command=tail -n 100 specjax/.run/log"} < set(shlex.split(done.stdout))
 
 
 @pytest.mark.parametrize(
