@@ -93,6 +93,12 @@ class Run:
     self.config = plain(config)
     key = json.dumps([self.config, self.environment], sort_keys=True).encode()
     self._path = self.folder / f"unfinished-{hashlib.sha256(key).hexdigest()[:12]}.jsonl"
+    others = sorted({*self.folder.glob("unfinished-*.jsonl")} - {self._path})
+    if others and not self._path.exists() and processes.first():
+      print(
+        f"{name} starts afresh: what {', '.join(map(str, others))} kept is of other settings, code or another machine.",
+        file=sys.stderr,
+      )
     # Those of process 0: the others may have none, and all must leave out the same items.
     self.items: dict[str, Any] = processes.share(dict(_read_lines(self._path)) if processes.first() else None)
 

@@ -121,13 +121,19 @@ def test_nothing_is_kept_of_an_item_that_failed(tmp_path: pathlib.Path) -> None:
   assert report.Run("demo", {}, tmp_path).item("a", lambda: 1) == 1
 
 
-def test_another_config_or_environment_starts_afresh(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_config_or_environment_starts_afresh_and_says_so(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
   report.Run("demo", {"gamma": 4}, tmp_path).item("a", lambda: 4)
+  assert capsys.readouterr().err == ""
   assert report.Run("demo", {"gamma": 5}, tmp_path).items == {}
+  assert f"demo starts afresh: what {unfinished(tmp_path / 'demo')} kept" in capsys.readouterr().err
   monkeypatch.setenv("XLA_FLAGS", "--another")
   assert report.Run("demo", {"gamma": 4}, tmp_path).items == {}
   monkeypatch.undo()
+  capsys.readouterr()
   assert report.Run("demo", {"gamma": 4}, tmp_path).items == {"a": 4}
+  assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("torn", ['["c", {"ms', '["c", 3]', "\0\0\0\n", '["c", \n["d", 4]\n'])
