@@ -216,6 +216,13 @@ def _drafter(target: LanguageModel, drafter: Any) -> None:
         f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}: they must share a tokenizer "
         "(sizes may differ by padding to a multiple of a power of two)."
       )
+    own, mesh = (getattr(model.placement, "mesh", None) for model in (draft, target))
+    if own != mesh:
+      where = [f"on {dict(m.shape)}" if m is not None else "on no mesh" for m in (own, mesh)]
+      raise ValueError(
+        f"the draft model is {where[0]}, the target {where[1]}: place both on one, "
+        "specjax.sharding.shard(specjax.ModelDrafter(...), mesh)."
+      )
     hashes = draft.tokenizer_hash, target.tokenizer_hash
     if None not in hashes and hashes[0] != hashes[1]:
       raise ValueError(

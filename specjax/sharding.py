@@ -116,7 +116,7 @@ def fit(config: DecoderConfig, options: Options, placement: Placement) -> tuple[
   """A decoder's sizes and form that a placement's parts divide, and the placement without rules for what they can't."""
   c, whole = widened(config), list[str]()
   if placement.mesh.size == 1:
-    return c, options, placement
+    return c, dataclasses.replace(options, row_parts=1), placement
   parts, kv_parts, mlp = placement.parts("heads"), placement.parts("kv_heads"), placement.parts("mlp")
   if parts > c.num_heads:
     raise ValueError(
@@ -136,7 +136,7 @@ def fit(config: DecoderConfig, options: Options, placement: Placement) -> tuple[
   repeats = math.lcm(c.num_kv_heads, kv_parts) // c.num_kv_heads
   size = padded_vocabulary(c.vocab_size, placement.parts("vocab"))
   rules = tuple(rule for rule in placement.rules if rule[0] not in whole)
-  plain = dataclasses.replace(options, cpu_kernels=False)
+  plain = dataclasses.replace(options, cpu_kernels=False, row_parts=placement.parts("batch"))
   return widened(c, repeats, size), plain, Placement(placement.mesh, rules)
 
 

@@ -181,13 +181,14 @@ def reform(model: LanguageModel, config: DecoderConfig, options: Options) -> Lan
   assert isinstance(apply, Apply)
   if (config, options) == (apply.config, apply.options):
     return model
+  same = (options.scan_layers, options.cpu_kernels) == (apply.options.scan_layers, apply.options.cpu_kernels)
   changed = {*(("k", "v") if config.kv_repeats != apply.config.kv_repeats else ())}
   changed |= {*(("embed", "head") if config.vocab_size != apply.config.vocab_size else ())}
 
   def form(params: Any) -> Any:
     def leaf(path: tuple, _: Any) -> Array:
       names = [str(key.key) for key in path]
-      if options == apply.options and names[-2] not in changed:
+      if same and names[-2] not in changed:
         return functools.reduce(lambda tree, key: tree[key.key], path, params)
       if names[0] != "layers" or not options.scan_layers:
         return one(params, names)

@@ -17,7 +17,7 @@ Indices = Array | np.ndarray
 ATTENTION_BLOCK = 128  # cache slots a step of the CPU form
 # Heads of all rows that the CPU form attends side by side; more than these take turns, which compiles faster.
 UNROLLED_HEADS = 8
-# Rows with a cache write each; vmap makes a scatter of more, which a CPU runs element by element.
+# Rows that are written one after the other; of more a scatter is made, which a CPU runs element by element.
 UNROLLED_ROWS = 8
 
 
@@ -30,10 +30,12 @@ class Options:
   cpu_kernels: forms for few rows on a CPU. Products take the weight as their left operand, rows padded to a power of
     two (an 8-row pass costs 1.5 one-row passes in place of 2.6); weights that take the same input are kept as one; and
     attention reads only the blocks of the cache that hold something.
+  row_parts: devices (or groups of them) that rows are split over, each of which writes its own: see `write`.
   """
 
   scan_layers: bool
   cpu_kernels: bool
+  row_parts: int = 1
 
   @classmethod
   def for_backend(cls, backend: str | None = None) -> "Options":
@@ -64,20 +66,36 @@ def write(cache: Array, new: Array, start: Array, options: Options, layer: Array
 
   With `layer`, into that layer of a stacked cache[layers, B, K, S, h].
   """
-  axis = 0 if layer is None else 1
-  prefix = () if layer is None else (layer,)
+  axis, prefix = (0, ()) if layer is None else (1, (layer,))
   new = new if layer is None else new[None]
+  parts = options.row_parts if start.shape[0] % options.row_parts == 0 else 1
+  own = start.shape[0] // parts
 
-  def put(row: Array, new: Array, at: Array) -> Array:
-    return lax.dynamic_update_slice(row, new, (*prefix, 0, at, 0))
+  def update(cache: Array, new: Array, start: Array, row: Array | int) -> Array:
+    one = lax.dynamic_slice_in_dim(new, row, 1, axis)
+    return lax.dynamic_update_slice(cache, one, (*prefix, row, 0, start[row], 0))
 
-  # One update a row is fast, but rows that are split over devices are out of their reach.
-  if not options.cpu_kernels or start.shape[0] > UNROLLED_ROWS:
-    return jax.vmap(put, in_axes=(axis, axis, 0), out_axes=axis)(cache, new, start)
-  for b in range(start.shape[0]):
-    row = lax.slice_in_dim(new, b, b + 1, axis=axis)
-    cache = lax.dynamic_update_slice(cache, row, (*prefix, b, 0, start[b], 0))
-  return cache
+  def one_by_one(cache: Array, new: Array, start: Array) -> Array:
+    split = lambda x, axis: x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])  # noqa: E731
+    every, rows = update, cache
+    # Row i of every part at once: the compiler splits vmap's scatter, and one update is left for each part. Without it
+    # the compiler of libtpu 0.0.42 fails on the loop over 32 rows, with an internal error.
+    if options.row_parts > 1 or own > UNROLLED_ROWS:
+      every = jax.vmap(update, (axis, axis, 0, None), axis)
+      rows, new, start = split(cache, axis), split(new, axis), split(start, 0)
+    if own <= UNROLLED_ROWS:
+      for row in range(own):
+        rows = every(rows, new, start, row)
+    else:
+      rows = lax.fori_loop(0, own, lambda row, rows: every(rows, new, start, row), rows)
+    return rows.reshape(cache.shape)
+
+  if own <= UNROLLED_ROWS:
+    return one_by_one(cache, new, start)
+  put = lambda row, new, at: lax.dynamic_update_slice(row, new, (*prefix, 0, at, 0))  # noqa: E731
+  scatter = jax.vmap(put, (axis, axis, 0), axis)
+  # For a scatter a TPU brings the whole cache into another layout, and back.
+  return lax.platform_dependent(cache, new, start, tpu=one_by_one, default=scatter)
 
 
 def attention(q: Array, k: Array, v: Array, start: Array, options: Options) -> Array:

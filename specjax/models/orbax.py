@@ -38,7 +38,7 @@ def save_model(model: LanguageModel, path: str | os.PathLike[str], *, overwrite:
     raise TypeError(f"{model!r} is not of the decoder family of specjax.models: how to load it again is not known.")
   about = {
     "config": dataclasses.asdict(apply.config),
-    "options": dataclasses.asdict(apply.options),
+    "options": {"scan_layers": apply.options.scan_layers, "cpu_kernels": apply.options.cpu_kernels},
     "tokenizer_hash": model.tokenizer_hash,
   }
   write(path, model.params, {_MARK: about}, overwrite)

@@ -235,8 +235,13 @@ def form(model: LanguageModel) -> dict[str, Any]:
   """What a decoder does on the axes that a graph leaves to it; empty for another model."""
   if not isinstance(model.apply, Apply):
     return {}
-  dtype = str(model.params["embed"]["weight"].dtype)
-  return {"weights": dtype, "activations": dtype, **dataclasses.asdict(model.apply.options)}
+  dtype, options = str(model.params["embed"]["weight"].dtype), model.apply.options
+  return {
+    "weights": dtype,
+    "activations": dtype,
+    "scan_layers": options.scan_layers,
+    "cpu_kernels": options.cpu_kernels,
+  }
 
 
 def _round(leaf: Array, dtype: str) -> Array:

@@ -240,6 +240,8 @@ def errors(folder: pathlib.Path) -> dict[str, str]:
     "another set": lambda: set_and_sample(on(4, 2)),
   }
   longer = specjax.ModelDrafter(decoder(1, 2))
+  calls["draft nowhere"] = lambda: specjax.sample(placed_model, longer, key=KEY, **call)
+  calls["draft elsewhere"] = lambda: specjax.sample(placed_model, sharding.shard(longer, on(4, 2)), key=KEY, **call)
   calls |= {
     "another draft": lambda: specjax.load_state(folder / "states" / "0", decoder(0, 2), longer),
     "no state": lambda: specjax.load_state(folder / "saved", decoder(0, 2), longer),

@@ -118,6 +118,8 @@ def test_joint_law_over_a_split_vocabulary(found) -> None:
     ("a dictionary", "TypeError: model must be a specjax.LanguageModel or a drafter, got dict"),
     ("rows", "ValueError: prompt_tokens has 7 rows, which 2 devices can't share evenly"),
     ("not set", "ValueError: the model lies on a mesh of Explicit axes, {{'data': 2, 'model': 4}}, and no mesh is set"),
+    ("draft nowhere", "ValueError: the draft model is on no mesh, the target on {{'data': 2, 'model': 4}}: place both"),
+    ("draft elsewhere", "ValueError: the draft model is on {{'data': 4, 'model': 2}}, the target on {{'data': 2"),
     ("another draft", "ValueError: {folder}/states/0 is of another target or drafter, or of another form"),
     ("no state", "ValueError: {folder}/saved is an orbax checkpoint, but not one of specjax.save_state"),
     ("no model", "ValueError: {folder}/states/0 is an orbax checkpoint, but not one of specjax.save_model"),
