@@ -11,6 +11,7 @@ def get_config() -> ml_collections.ConfigDict:
     {
       "model": "smollm2-135m",  # a name, a path or a repository id: what specjax.load_model takes
       "drafter": "ngram",  # or "model:" and the name or path of a smaller model with the same tokenizer
+      "parts": 1,  # devices that the target's parameters are split over; in several processes 1 each, or all of them
       "sources": ("humaneval", "wikipedia"),  # also "mixed"
       "prompts_per_source": 10,
       "max_prompt_tokens": 256,  # of a longer prompt the last ones are kept

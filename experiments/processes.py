@@ -89,6 +89,11 @@ def gather(value: Any) -> list[Any]:
   return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
 
+def whole(array: Any) -> np.ndarray:
+  """All of an array that may be split over the devices of several processes; all call it, at the same point."""
+  return multihost_utils.process_allgather(array, tiled=True) if several() else np.asarray(array)
+
+
 def require_same(what: str, value: Mapping[str, Any]) -> None:
   """Raises ValueError, in every process, unless all have given the same; names the first processes' differences."""
   values = [_flat(each) for each in gather(value)]

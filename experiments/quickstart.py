@@ -9,7 +9,9 @@ results.json and quickstart.png. A run that was interrupted goes on where it was
 
 In a notebook: `results = quickstart.run(get_config())`.
 
-This measures time at batch 1 on one machine. It scores no answers, and is no proof that the law is unchanged.
+`--config.parts=8` splits the target over 8 devices, those of several processes if a launch script has started them.
+
+This measures time at batch 1. It scores no answers, and is no proof that the law is unchanged.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ import tqdm
 from jax import Array
 
 import specjax
-from experiments import quickstart_show, report
+from experiments import processes, quickstart_show, report
 from experiments.passes import PASSES, draft_passes, target_passes
 from experiments.quickstart_show import SAMPLERS
 from specjax.checks import PREFILL_CHUNK, slots
@@ -86,9 +88,12 @@ def check(config: ml_collections.ConfigDict) -> None:
     if not allowed:
       raise ValueError(f"config.{name}={config[name]!r}: it must be {words}.")
 
-  for name in ("prompts_per_source", "max_prompt_tokens", "max_new_tokens", "gamma"):
+  for name in ("prompts_per_source", "max_prompt_tokens", "max_new_tokens", "gamma", "parts"):
     require(isinstance(config[name], int) and config[name] >= 1, name, "a whole number, 1 or more")
   require(isinstance(config.seed, int) and 0 <= config.seed < 2**32, "seed", "a whole number from 0 to 2^32 - 1")
+  devices = jax.device_count()
+  allowed = {1, devices} if processes.several() else range(1, devices + 1)
+  require(config.parts in allowed, "parts", f"one of {sorted(allowed)}, for {devices} devices")
   for name in ("sources", "temperatures"):
     values = config[name]
     require(isinstance(values, list | tuple) and len(values) > 0, name, "a tuple of one value or more, like ('a',)")
@@ -113,10 +118,15 @@ class Bench:
     draft = config.drafter.removeprefix("model:")
     for name in {config.model} | ({draft} - {"ngram"}):
       resolve(name)  # a name that is wrong is said before a model is loaded
+    mesh = rules = None
+    if config.parts > 1:
+      mesh = specjax.sharding.mesh(model=config.parts, devices=jax.devices()[: config.parts])
+      rules = specjax.sharding.DRAFT_RULES
+    load_draft = lambda: specjax.ModelDrafter(specjax.load_model(draft, mesh=mesh, rules=rules))  # noqa: E731
     return cls(
       config=config,
-      target=specjax.load_model(config.model),
-      drafter=specjax.NGramDrafter() if draft == "ngram" else specjax.ModelDrafter(specjax.load_model(draft)),
+      target=specjax.load_model(config.model, mesh=mesh),
+      drafter=specjax.NGramDrafter() if draft == "ngram" else load_draft(),
       tokenizer=specjax.load_tokenizer(config.model),
     )
 
@@ -190,7 +200,7 @@ class Bench:
     at = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(speculative)))
     prefix = np.zeros((1, self.max_length), np.int32)
     prefix[0, : len(prompt) + at] = prompt + plain[:at]
-    logits = np.asarray(_next_logits(self.target, prefix, np.asarray([len(prompt) + at], np.int32)))
+    logits = processes.whole(_next_logits(self.target, prefix, np.asarray([len(prompt) + at], np.int32)))
     second, first = np.partition(logits, -2)[-2:]
     return {
       "position": at,

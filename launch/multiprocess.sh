@@ -2,7 +2,7 @@
 # Runs an experiment in several processes on this machine, each with several CPU devices, as on the hosts of a pod.
 #
 #   ./launch/multiprocess.sh [--processes=2] [--devices=4] [--heartbeat=20] [--dry-run] EXPERIMENT [its flags]
-#   ./launch/multiprocess.sh --processes=2 --devices=2 quickstart --config.mesh="(2, 2)"
+#   ./launch/multiprocess.sh --processes=2 --devices=2 quickstart --config.parts=4
 #
 #   --processes   how many
 #   --devices     CPU devices of each

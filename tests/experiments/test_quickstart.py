@@ -281,6 +281,8 @@ def test_the_tables_fit_a_terminal(
     ("max_new_tokens", 0, "a whole number, 1 or more"),
     ("max_prompt_tokens", -1, "a whole number, 1 or more"),
     ("prompts_per_source", 0, "a whole number, 1 or more"),
+    ("parts", 0, "a whole number, 1 or more"),
+    ("parts", 10**6, "one of .*1.*, for [0-9]+ devices"),
     ("seed", -1, "a whole number from 0"),
     ("sources", (), "a tuple of one value or more"),
     ("sources", ("mixed", "mixed"), "without repetitions"),

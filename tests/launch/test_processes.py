@@ -24,10 +24,9 @@ import os
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 import specjax
-from experiments import report
+from experiments import processes, report
 from tests.launch.generations import generate, models
 
 
@@ -46,7 +45,7 @@ def run(config):
     assert len({device.process_index for device in mesh.devices[0]}) == 2
     result = generate(specjax.sharding.shard(target, mesh), specjax.sharding.shard(drafter, mesh))
     assert result.stats.accepted.sum() > 0
-    texts[name] = multihost_utils.process_allgather(result.tokens, tiled=True).tolist()
+    texts[name] = processes.whole(result.tokens).tolist()
   kept.finish({"given": given, "texts": texts})
   print("said once")
 
