@@ -23,5 +23,5 @@ def test_every_row_is_written_where_it_stands(rows, parts, platform, stacked, mo
   for row, at in enumerate(start):
     (expected[1] if stacked else expected)[row, :, at : at + width] = new[row]
   options = ops.Options(scan_layers=stacked, cpu_kernels=False, row_parts=parts)
-  write = jax.jit(lambda *arguments: ops.write(*arguments, options, jnp.int32(1) if stacked else None))
+  write = jax.jit(lambda cache, new, at: ops.write(cache, new, at, options, jnp.int32(1) if stacked else None))
   np.testing.assert_array_equal(write(cache, new, start), expected)
