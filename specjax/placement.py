@@ -10,10 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 P = PartitionSpec
 ROWS = P("batch")  # rows first, everything behind them whole
+
+
+def rows_first(ndim: int, sharding: Sharding) -> Any:
+  """The sharding of a parameter, and on a TPU how it lies in memory there: as it is written, rows first.
+
+  By itself a TPU turns a weight round whose parts fill no tiles (448 of 512 columns, say), and every call would begin
+  with turning all of them back: a second copy of those weights.
+  """
+  on_tpu = next(iter(sharding.device_set)).platform == "tpu"
+  return Format(Layout(tuple(range(ndim))), sharding) if on_tpu else sharding
 
 
 @dataclasses.dataclass(frozen=True)

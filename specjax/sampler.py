@@ -242,6 +242,7 @@ def _start(request: Request) -> SpecState:
   return start(request)
 
 
+@jax.named_scope("prompt")
 def _read_prompts(request: Request) -> SpecState:
   target, drafter, lengths, tokens = request.target, request.drafter, request.prompt_lengths, request.tokens
   gamma, chunk, (batch, max_length) = request.num_draft_tokens, request.prefill_chunk, tokens.shape
@@ -305,6 +306,7 @@ def _info_specs(state: SpecState, target: LanguageModel) -> RoundInfo:
   return RoundInfo(rows, rows, rows, rows, log_p, log_q, rows)
 
 
+@jax.named_scope("draft")
 def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int, rule: Verifier) -> Proposal:
   """Up to gamma drafts a row; no more than the row still has room for beside the next token."""
   batch = state.length.shape[0]
@@ -331,6 +333,7 @@ def _draft(state: SpecState, target: LanguageModel, drafter: Drafter, gamma: int
   return dataclasses.replace(proposal, log_q=place_laws(target, proposal.log_q), num_drafted=num_drafted)
 
 
+@jax.named_scope("target")
 def _score(state: SpecState, target: LanguageModel, proposal: Proposal) -> tuple[Array, Cache]:
   """The target's warped laws log p[B, gamma+1, V] at every draft and behind the last, in one pass."""
   last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
@@ -339,6 +342,7 @@ def _score(state: SpecState, target: LanguageModel, proposal: Proposal) -> tuple
   return log_probs(logits, state.warp), cache
 
 
+@jax.named_scope("verify")
 def _verify(state: SpecState, log_p: Array, proposal: Proposal, rule: Verifier) -> Verdict:
   key = _keys(state, rule, Purpose.VERIFY)
   if verify.shares_noise(rule):
@@ -362,6 +366,7 @@ def _void_impossible(verdict: Verdict, proposal: Proposal, log_p: Array) -> tupl
   return verdict, jnp.where(possible[:, None, None], log_p, jnp.nan)
 
 
+@jax.named_scope("commit")
 def _commit(state: SpecState, proposal: Proposal, log_p: Array, verdict: Verdict) -> tuple[SpecState, RoundInfo]:
   """Emits the accepted drafts and the next token, up to a stop token or the row's limit, and counts what it emits."""
   gamma = proposal.tokens.shape[1]

@@ -36,7 +36,7 @@ from specjax.models.config import DecoderConfig, widened
 from specjax.models.forms import reform
 from specjax.models.ops import Options
 from specjax.models.transformer import Apply
-from specjax.placement import P, Placement
+from specjax.placement import P, Placement, rows_first
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -102,9 +102,10 @@ def _shard(model: LanguageModel, mesh: Mesh, rules: Rules | None, axes: Any, def
 
 def put(leaf: Any, sharding: Sharding) -> Any:
   """An array there, or what is known of one."""
+  where = rows_first(leaf.ndim, sharding)
   if isinstance(leaf, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-  return jax.device_put(leaf, sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+  return jax.device_put(leaf, where)
 
 
 def place(mesh: Mesh, rules: Rules | None = None, defaults: Rules = RULES) -> Placement:

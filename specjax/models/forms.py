@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from specjax.language_model import LanguageModel
 from specjax.models.checkpoint import Checkpoint, Index
 from specjax.models.config import DecoderConfig, parameter_shapes, widened
 from specjax.models.ops import Options
 from specjax.models.transformer import DTYPES, Apply, language_model, skeleton
-from specjax.placement import Placement, with_auto_axes
+from specjax.placement import Placement, rows_first, with_auto_axes
 
 # Weights that the CPU forms keep as one: two wide products take a tenth less time a token than five narrow ones.
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -95,7 +95,7 @@ def _assemble(shape: tuple[int, ...], sharding: Sharding | None, part: Callable[
   arrays = []
   for bounds, own in devices.items():
     value = part(tuple(slice(*bound) for bound in bounds))
-    arrays += [jax.device_put(value, device) for device in own]
+    arrays += [jax.device_put(value, rows_first(len(shape), SingleDeviceSharding(device))) for device in own]
   return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 

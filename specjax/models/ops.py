@@ -31,17 +31,20 @@ class Options:
     two (an 8-row pass costs 1.5 one-row passes in place of 2.6); weights that take the same input are kept as one; and
     attention reads only the blocks of the cache that hold something.
   row_parts: devices (or groups of them) that rows are split over, each of which writes its own: see `write`.
+  pair_rows: a pass over a single token computes it twice, side by side. A TPU multiplies a lone row without its matrix
+    units, in a form that its compiler takes for twice as slow, and in another precision than any pass over several.
   """
 
   scan_layers: bool
   cpu_kernels: bool
   row_parts: int = 1
+  pair_rows: bool = False
 
   @classmethod
   def for_backend(cls, backend: str | None = None) -> "Options":
     """The defaults for a backend; None means the one jax runs on."""
-    on_cpu = (backend or jax.default_backend()) == "cpu"
-    return cls(scan_layers=not on_cpu, cpu_kernels=on_cpu)
+    backend = backend or jax.default_backend()
+    return cls(scan_layers=backend != "cpu", cpu_kernels=backend == "cpu", pair_rows=backend == "tpu")
 
 
 def matmul(x: Array, weight: Array, options: Options) -> Array:
@@ -61,6 +64,11 @@ def matmul(x: Array, weight: Array, options: Options) -> Array:
   return y.reshape(*batch, weight.shape[0])
 
 
+def lone(options: Options, batch: int, width: int) -> bool:
+  """Whether a pass over so many rows and tokens is one whose only token is computed twice."""
+  return options.pair_rows and batch == width == 1
+
+
 def write(cache: Array, new: Array, start: Array, options: Options, layer: Array | None = None) -> Array:
   """Puts new[B, K, T, h] at slots start[b]..start[b]+T-1 of row b of cache[B, K, S, h].
 
@@ -70,10 +78,18 @@ def write(cache: Array, new: Array, start: Array, options: Options, layer: Array
   new = new if layer is None else new[None]
   parts = options.row_parts if start.shape[0] % options.row_parts == 0 else 1
   own = start.shape[0] // parts
+  two_slots = lone(options, start.shape[0], new.shape[-2]) and cache.shape[-2] > 1
 
   def update(cache: Array, new: Array, start: Array, row: Array | int) -> Array:
-    one = lax.dynamic_slice_in_dim(new, row, 1, axis)
-    return lax.dynamic_update_slice(cache, one, (*prefix, row, 0, start[row], 0))
+    one, at = lax.dynamic_slice_in_dim(new, row, 1, axis), start[row]
+    if two_slots:
+      # One of them as it was: a TPU would keep a cache that is written slot by slot in another layout than passes
+      # over several tokens do, and copy it from the one to the other and back in each round.
+      first = jnp.clip(at, 0, cache.shape[-2] - 2)
+      old = lax.dynamic_slice(cache, (*prefix, row, 0, first, 0), (*one.shape[:-2], 2, one.shape[-1]))
+      slot = lax.broadcasted_iota(jnp.int32, old.shape, old.ndim - 2) + first
+      one, at = jnp.where(slot == at, one, old), first
+    return lax.dynamic_update_slice(cache, one, (*prefix, row, 0, at, 0))
 
   def one_by_one(cache: Array, new: Array, start: Array) -> Array:
     split = lambda x, axis: x.reshape(*x.shape[:axis], parts, own, *x.shape[axis + 1 :])  # noqa: E731
@@ -98,15 +114,15 @@ def write(cache: Array, new: Array, start: Array, options: Options, layer: Array
   return lax.platform_dependent(cache, new, start, tpu=one_by_one, default=scatter)
 
 
-def attention(q: Array, k: Array, v: Array, start: Array, options: Options) -> Array:
-  """softmax(q k^T / sqrt(h)) v of queries at positions start[b]+t over cache slots 0..start[b]+t.
+def attention(q: Array, k: Array, v: Array, positions: Array, options: Options) -> Array:
+  """softmax(q k^T / sqrt(h)) v of queries at positions[B, T] over cache slots 0..positions[b, t].
 
   q: [B, T, H, h]; k, v: [B, K, S, h], head n of q reading head n // (H/K). Returns [B, T, H, h]. Softmax in float32.
   """
   batch, width, heads, depth = q.shape
   kv_heads = k.shape[1]
   q = q.reshape(batch, width, kv_heads, heads // kv_heads, depth).transpose(0, 2, 1, 3, 4) * depth**-0.5
-  limit = start[:, None] + jnp.arange(width)[None] + 1  # slots that query t may read
+  limit = positions + 1  # slots that query t may read
   form = _attend_blocks if options.cpu_kernels else _attend_all
   return form(q, k, v, limit).transpose(0, 2, 1, 3, 4).reshape(batch, width, heads, depth)
 

@@ -119,7 +119,8 @@ class Block(nnx.Module):
     if options.cpu_kernels:
       heads = jnp.split(self.qkv(y, options), np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim, axis=-1)
     else:
-      heads = self.q(y, options), self.k(y, options), self.v(y, options)
+      # Without the barrier a TPU takes the split into heads into the product, and copies the weights' slice for that.
+      heads = lax.optimization_barrier((self.q(y, options), self.k(y, options), self.v(y, options)))
     q, k, v = (each.reshape(*x.shape[:2], -1, c.head_dim) for each in heads)
     if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
@@ -165,7 +166,10 @@ class Decoder(nnx.Module):
     self.head = None if c.tied_head else Linear(c.d_model, c.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
 
   def __call__(self, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
-    positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
+    width = tokens.shape[1]
+    positions = start[:, None] + jnp.arange(width)[None]
+    if ops.lone(self.options, *tokens.shape):
+      tokens, positions = lax.optimization_barrier((tokens.repeat(2, 1), positions.repeat(2, 1)))
     x = self.embed(tokens)
     if self.positions is not None:
       x = x + self.positions(positions)
@@ -174,9 +178,10 @@ class Decoder(nnx.Module):
     def layer(block: Block, x: Array, k: Array, v: Array, at) -> tuple[Array, Array, Array]:
       """`at` is the layer's index into stacked caches, or None where k and v are this layer's own."""
       q, new_k, new_v = block.project(x, rotation, self.options)
+      new_k, new_v = new_k[:, :, :width], new_v[:, :, :width]
       k, v = ops.write(k, new_k, start, self.options, at), ops.write(v, new_v, start, self.options, at)
       own_k, own_v = (k, v) if at is None else (k[at], v[at])
-      return block.finish(x, ops.attention(q, own_k, own_v, start, self.options), self.options), k, v
+      return block.finish(x, ops.attention(q, own_k, own_v, positions, self.options), self.options), k, v
 
     k, v = cache["k"], cache["v"]
     if self.options.scan_layers:
@@ -197,7 +202,7 @@ class Decoder(nnx.Module):
     if self.config.vocab_padding:
       ids = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
       logits = jnp.where(ids < self.config.vocab_size - self.config.vocab_padding, logits, -jnp.inf)
-    return logits, {"k": k, "v": v}
+    return logits[:, :width], {"k": k, "v": v}
 
 
 def rotations(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:

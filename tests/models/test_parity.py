@@ -81,14 +81,16 @@ def test_one_pass(write, name: str, scan_layers: bool) -> None:
   assert_same(np.asarray(logits), expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+  ("name", "form"), [*itertools.product(ROWS, FORMS), ("llama", "a TPU's"), ("llama", "unrolled"), ("gpt2", "a TPU's")]
+)
 def test_token_by_token(write, name: str, form: str) -> None:
-  """One row, one token a pass: the plain decoding of a batch of one."""
-  model = from_checkpoint(open_checkpoint(write(name)), dtype=jnp.float32, options=FORMS[form])
+  """One row, one token a pass, in a cache that ends with the text: the plain decoding of a batch of one."""
+  pairs = {"a TPU's": ops.Options.for_backend("tpu"), "unrolled": ops.Options(False, False, pair_rows=True)}
+  model = from_checkpoint(open_checkpoint(write(name)), dtype=jnp.float32, options=(FORMS | pairs)[form])
   tokens, expected = golden(name)
   apply = jax.jit(model.apply)
-  cache = new_cache(model, 1)
+  cache = model.init_cache(model.params, 1, LENGTH)
   steps = []
   for position, token in enumerate(tokens[1]):
     logits, cache = apply(model.params, jnp.full((1, 1), token), cache, jnp.full(1, position, jnp.int32))
