@@ -132,10 +132,10 @@ def _print(config: ml_collections.ConfigDict, items: dict[str, Any]) -> None:
   parts[f"verify: a pass over {config.gamma + 1}"] = speculative["target"]
   parts["a round"] = speculative["round"]
   parts["filters, where used"] = speculative["filters"]
-  columns = ["part", "HBM MB", "GFLOP", "collectives", "KB sent", "floor ms"]
+  columns = ["part", "HBM MB", "GFLOP", "collectives", "KB sent", "floor ms", "Mcycles"]
   rows = [
     [name, f"{part['hbm'] / 1e6:.1f}", f"{part['flops'] / 1e9:.2f}", f"{_count(part)}", f"{part['sent'] / 1e3:.0f}",
-     f"{part['floor'] * 1e3:.2f}"]
+     f"{part['floor'] * 1e3:.2f}", f"{part['cycles'] / 1e6:.2f}"]
     for name, part in parts.items()
   ]  # fmt: skip
   report.print_table(f"{title}: on each device", columns, rows)
@@ -152,8 +152,8 @@ def _print(config: ml_collections.ConfigDict, items: dict[str, Any]) -> None:
     rows = []
     for name, milliseconds in config.published.items():
       floor, count = single[name]["floor"] * 1e3, _count(single[name])
-      left = (milliseconds - floor) * 1e3 / count
-      rows.append([name, f"{floor:.2f}", f"{milliseconds}", f"{floor / milliseconds:.0%}", f"{count}", f"{left:.0f}"])
+      left = f"{(milliseconds - floor) * 1e3 / count:.0f}" if count else ""
+      rows.append([name, f"{floor:.2f}", f"{milliseconds}", f"{floor / milliseconds:.0%}", f"{count}", left])
     columns = ["pass", "floor ms", "published ms", "floor / published", "collectives", "us left for each"]
     report.print_table(f"{title}: beside the published times", columns, rows)
   for name, words in {"large": "made anew", "gathers": "gathers of a vocabulary or more in a round"}.items():

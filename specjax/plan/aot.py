@@ -120,12 +120,14 @@ class Cost:
 
   hbm: bytes to and from HBM; flops: of matrix products.
   collectives: kind -> (how many, bytes of their results); sent: bytes that each device sends for them.
+  cycles: the compiler's estimate, without collectives.
   """
 
   hbm: int
   flops: int
   collectives: dict[str, tuple[int, int]]
   sent: int
+  cycles: int
 
   @property
   def count(self) -> int:
@@ -151,6 +153,7 @@ def cost(items: list[Item], within: int) -> Cost:
     flops=sum(item.flops * item.runs(within) for item in items),
     collectives=collectives,
     sent=sum(_sent(item) * item.runs(within) for item in items if item.collective),
+    cycles=sum(item.cycles * item.runs(within) for item in items),
   )
 
 

@@ -101,6 +101,12 @@ class Item:
     return opcode if opcode in COLLECTIVES and self.devices > 1 else None
 
   @property
+  def cycles(self) -> int:
+    """The TPU compiler's estimate, by which it chooses among forms; 0 where it gives none, as for collectives."""
+    found = re.search(r'"estimated_cycles":"(\d+)"', self.instruction.attributes)
+    return int(found[1]) if found else 0
+
+  @property
   def payload(self) -> int:
     """Bytes of a collective's result on each device."""
     outputs = self.instruction.outputs
