@@ -129,6 +129,12 @@ def test_what_several_runs_show(check):
     assert CHECKS[check](BY_NAME[name].engine) == 0, name
 
 
+def test_faults_of_caches_show_where_a_state_is_rewound():
+  """They wrap the target's cache, and the state that is rewound lies in it."""
+  for name in ("cache one slot early", "stale rows after a rejection"):
+    assert CHECKS["recurrent target"](BY_NAME[name].engine) == 0, name
+
+
 @pytest.mark.parametrize("name", [name for name in RULES if name != "token"])
 def test_other_rules_pass(name):
   engine = Engine(rule=RULES[name])

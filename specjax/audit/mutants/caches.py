@@ -33,7 +33,14 @@ def moved(target: LanguageModel, drafter: Drafter, asked: Warp) -> Models:
   def init_cache(params, batch, max_length):
     return Moved(target.init_cache(params, batch, max_length), jnp.zeros(batch, jnp.int32))
 
-  return dataclasses.replace(target, apply=apply, init_cache=init_cache), drafter, asked
+  def rewind(cache, length):
+    return cache._replace(cache=target.rewind(cache.cache, length - cache.back))
+
+  return _wrapped(target, apply, init_cache, rewind), drafter, asked
+
+
+def _wrapped(target: LanguageModel, apply, init_cache, rewind) -> LanguageModel:
+  return dataclasses.replace(target, apply=apply, init_cache=init_cache, rewind=target.rewind and rewind)
 
 
 def _move(state: SpecState, by: Array | int) -> SpecState:
@@ -88,7 +95,10 @@ def _stale(target: LanguageModel, drafter: Drafter, asked: Warp) -> Models:
       jnp.zeros(batch, jnp.int32),
     )
 
-  return dataclasses.replace(target, apply=apply, init_cache=init_cache), drafter, asked
+  def rewind(cache, length):
+    return cache._replace(cache=target.rewind(cache.cache, length))
+
+  return _wrapped(target, apply, init_cache, rewind), drafter, asked
 
 
 def _prompt_alone_used(state: SpecState, target: LanguageModel) -> SpecState:
