@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import specjax
+from experiments import collectives
 from specjax import sharding, warp
 from specjax.language_model import empty_cache, run
 from specjax.models import tabular
@@ -188,6 +189,12 @@ def programs(mesh: Mesh) -> dict[str, str]:
   return found
 
 
+def exchanged(mesh: Mesh) -> list[dict]:
+  """What a round exchanges, of two programs: the second has 4 times the vocabulary, and 3 drafts in place of 1."""
+  shared = {"rule": "token", "split_draft": False, "rows": ROWS, "layers": 1, "d_model": 48}
+  return [collectives.measure(mesh, vocab_size=v, gamma=g, **shared) for v, g in ((2048, 1), (8192, 3))]
+
+
 def joint_law(mesh: Mesh) -> dict:
   """Two tokens behind one, by the token rule over a split vocabulary of 8."""
   target, draft = (tabular.tabular(jax.random.key(seed), 8, order=1) for seed in (0, 1))
@@ -296,7 +303,12 @@ def odd_sizes() -> dict:
 
 def main(folder: pathlib.Path) -> None:
   eight = on(2, 4)
-  found: dict = {"programs": programs(eight), "law": joint_law(eight), "bits": bits(eight)}
+  found: dict = {
+    "programs": programs(eight),
+    "exchanged": exchanged(eight),
+    "law": joint_law(eight),
+    "bits": bits(eight),
+  }
   meshes = {"1 device": None, "2x1 explicit": on(2, 1, True), "2x2": on(2, 2), "2x4": eight}
   runs = {name: generate(mesh) for name, mesh in meshes.items()}
   found["programs"]["sample"] = runs["2x4"][1]

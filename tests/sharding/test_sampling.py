@@ -17,8 +17,6 @@ from tests.statistics import assert_follows
 KINDS = "all-gather|all-reduce|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|reduce-scatter"
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # compiles in half the time
 
-pytestmark = pytest.mark.xdist_group("devices")  # one worker, so that the programs below are compiled once
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
@@ -57,6 +55,17 @@ def test_nothing_as_long_as_the_vocabulary_is_gathered(found, name) -> None:
 def test_a_gather_would_be_seen(found) -> None:
   """A rule that sorts a law collects it, here by exchanging all parts."""
   assert any(shape[-1] in (V, V // 4) for _, shape in too_large(found["programs"]["planted"]))
+
+
+def test_what_a_round_exchanges_does_not_grow_with_vocabulary_and_drafts(found) -> None:
+  """Their number not at all; their bytes by the block of a law that a token is drawn of, sqrt(V) long."""
+  one, other = found["exchanged"]
+  assert one["count"] == other["count"] == 12
+  assert other["parts"]["draft"] == {"count": 0, "bytes": 0}
+  of_laws = [each["bytes"] - each["activations"] for each in (one, other)]
+  assert of_laws[0] < of_laws[1] < 2 * of_laws[0]
+  assert max(one["longest"], other["longest"]) <= 256
+  assert one["host"] == other["host"] == []
 
 
 def test_the_state_is_split_inside_the_loop(found) -> None:

@@ -33,14 +33,18 @@ def moved(target: LanguageModel, drafter: Drafter, asked: Warp) -> Models:
   def init_cache(params, batch, max_length):
     return Moved(target.init_cache(params, batch, max_length), jnp.zeros(batch, jnp.int32))
 
+  return _wrapped(target, apply, init_cache, lambda cache, length: length - cache.back), drafter, asked
+
+
+def _wrapped(target: LanguageModel, apply, init_cache, inner_length=lambda cache, length: length) -> LanguageModel:
+  """A model whose cache has the target's in it, which is rewound to `inner_length`."""
+  own = target.rewind
+
   def rewind(cache, length):
-    return cache._replace(cache=target.rewind(cache.cache, length - cache.back))
+    assert own is not None
+    return cache._replace(cache=own(cache.cache, inner_length(cache, length)))
 
-  return _wrapped(target, apply, init_cache, rewind), drafter, asked
-
-
-def _wrapped(target: LanguageModel, apply, init_cache, rewind) -> LanguageModel:
-  return dataclasses.replace(target, apply=apply, init_cache=init_cache, rewind=target.rewind and rewind)
+  return dataclasses.replace(target, apply=apply, init_cache=init_cache, rewind=own and rewind)
 
 
 def _move(state: SpecState, by: Array | int) -> SpecState:
@@ -95,10 +99,7 @@ def _stale(target: LanguageModel, drafter: Drafter, asked: Warp) -> Models:
       jnp.zeros(batch, jnp.int32),
     )
 
-  def rewind(cache, length):
-    return cache._replace(cache=target.rewind(cache.cache, length))
-
-  return _wrapped(target, apply, init_cache, rewind), drafter, asked
+  return _wrapped(target, apply, init_cache), drafter, asked
 
 
 def _prompt_alone_used(state: SpecState, target: LanguageModel) -> SpecState:
