@@ -12,4 +12,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 cd "$root"
 export JAX_PLATFORMS=cpu
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
