@@ -17,6 +17,7 @@ def get_config(model: str = "smollm2-135m") -> ml_collections.ConfigDict:
       "max_prompt_tokens": 32,  # longer prompts keep their end
       "new_tokens": 96,
       "gamma": 2,
+      "mesh": (),  # (data, model), of all devices, those of other processes too; default: one device
       "alpha": 1e-3,  # probability of calling a fault where there is none, for each rule
       "seed": 0,
     }

@@ -2,11 +2,12 @@
 
   python -m experiments.own_rules --config=configs/own_rules.py
   python -m experiments.own_rules --config=configs/own_rules.py:toy
+  ./launch/multiprocess.sh --processes=2 --devices=4 own_rules --config=configs/own_rules.py:toy --config.mesh="(2, 4)"
 
 The model is a real one, drafted for by n-grams, or two random layers, drafted for by themselves at another temperature.
 
-Each rule samples the same prompts with keys of its own, and the audit looks at all of it. Results go to
-experiments/results/own_rules/results.json. A run that was interrupted goes on where it was.
+Each rule samples the same prompts with keys of its own, and the audit looks at all of it, with the model whole. Results
+go to experiments/results/own_rules/results.json. A run that was interrupted goes on where it was.
 
 In a notebook: `results = own_rules.run(get_config())`.
 """
@@ -22,10 +23,10 @@ import numpy as np
 import tqdm
 
 import specjax
-from experiments import report
+from experiments import processes, report
 from experiments.mutants import flatter
 from experiments.numerics_matrix import TOY, toy
-from specjax import verify
+from specjax import sharding, verify
 from specjax.audit import Samples, audit
 from specjax.draft import Drafter
 from specjax.language_model import LanguageModel
@@ -35,7 +36,7 @@ from specjax.tasks.prompts import prompts, right_padded
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS) -> dict[str, Any]:
   """Samples until each rule has `config.tokens`, audits, prints a table; returns what results.json has as "summary".
 
-  Raises ValueError for a rule that is not one of the lossless ones.
+  Raises ValueError for a rule that is not one of the lossless ones, and for a mesh that does not take all devices.
   """
   lossless = [name for name, rule in verify.RULES.items() if rule.lossless]
   rules = list(config.rules or lossless)
@@ -44,22 +45,27 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   kept = report.Run("own_rules", config, results)
   target, drafter, texts, eos_ids = _load(config)
   tokens, lengths = right_padded(texts, config.max_prompt_tokens)
+  sampled, drafts = target, drafter
+  if config.mesh:
+    data, model = config.mesh
+    mesh = sharding.mesh(data=data, model=model)
+    sampled, drafts = sharding.shard(target, mesh), sharding.shard(drafter, mesh)
+  fetch = processes.whole if config.mesh else np.asarray
 
   def sample(rule: str, index: int) -> dict[str, Any]:
     start = time.perf_counter()
-    result = jax.device_get(
-      specjax.sample(
-        target,
-        drafter,
-        tokens,
-        key=jax.random.fold_in(jax.random.key(config.seed), list(verify.RULES).index(rule) + 1000 * index),
-        prompt_lengths=lengths,
-        max_new_tokens=config.new_tokens,
-        num_draft_tokens=config.gamma,
-        verifier=rule,
-        eos_id=eos_ids,
-      )
+    result = specjax.sample(
+      sampled,
+      drafts,
+      tokens,
+      key=jax.random.fold_in(jax.random.key(config.seed), list(verify.RULES).index(rule) + 1000 * index),
+      prompt_lengths=lengths,
+      max_new_tokens=config.new_tokens,
+      num_draft_tokens=config.gamma,
+      verifier=rule,
+      eos_id=eos_ids,
     )
+    result = jax.tree.map(fetch, result)
     made = [row[a:b] for row, a, b in zip(result.tokens, lengths, result.lengths, strict=True)]
     counts = {name: int(getattr(result.stats, name).sum()) for name in ("drafted", "accepted", "rounds", "generated")}
     return {"tokens": made, "seconds": time.perf_counter() - start, **counts}

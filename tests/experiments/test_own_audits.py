@@ -85,6 +85,18 @@ def test_own_rules(tmp_path, monkeypatch):
   assert own_rules.run(config, tmp_path)["token"]["ok"] is False
 
 
+def test_own_rules_on_a_mesh(tmp_path):
+  """Of one device here; tests/sharding and tests/launch have tokens of several devices and processes."""
+  config = own_rules_config.get_config()
+  config.update(tokens=3000, rows=128, max_prompt_tokens=8, new_tokens=24, rules=("token",))
+  plain = own_rules.run(config, tmp_path / "one")
+  config.mesh = (1, 1)
+  assert own_rules.run(config, tmp_path / "mesh")["token"]["tests"] == plain["token"]["tests"]
+  config.mesh = (1, 3)
+  with pytest.raises(ValueError, match="data=1 times model=3 is not 1, the number of devices"):
+    own_rules.run(config, tmp_path / "more")
+
+
 def test_a_lossy_rule_is_refused(tmp_path):
   config = own_rules_config.get_config()
   config.rules = ("lenient",)
