@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.mutants = ()  # names; default: all
   config.model = ""  # what specjax.load_model takes; default: no real model
-  config.tokens = 4096  # after which the audit gives up on a fault
+  config.tokens = 4096  # at most; then the audit gives up on a fault
   config.rows = 16  # of a batch
   config.new_tokens = 32  # a row
   config.num_draft_tokens = 3

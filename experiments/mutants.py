@@ -7,6 +7,7 @@ exact rules go through the same checks and must pass all of them. In a notebook:
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -120,10 +121,11 @@ class Lab:
     return cls(config, target, flatter(target), cut, tuple(tokenizer.eos_ids))
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
-    """Generates, audits all so far, and doubles it, until the audit says that there is a fault.
+    """Generates, audits all so far, and doubles it, until the audit says that there is a fault, or config.tokens.
 
     Returns "needed": the tokens after which the e-process crossed its level, or all where another test was first; None
-    if nothing was found. "tokens": how many there were.
+    if nothing was found. "tokens": how many there were. "unchanged": whether the first batch is that of the sound
+    engine, from the same keys; then there is nothing to find, and no more is made.
     """
     samples: list[Samples] = []
     warps: list[Warp] = []
@@ -132,6 +134,8 @@ class Lab:
         batch, warp = self.generate(mutant.engine, len(samples))
         samples, warps = [*samples, batch], [*warps, warp]
       text = Samples.concatenate(samples)
+      if len(samples) == 1 and all(map(np.array_equal, text.tokens, self.sound)):
+        return {"needed": None, "tokens": text.num_tokens, "unchanged": True}
       found = audit(
         self.target,
         text,
@@ -143,15 +147,20 @@ class Lab:
       )
       crossed = found.evidence.crossed if found.evidence else None
       if found.ok is False or crossed:
-        return {"needed": crossed or text.num_tokens, "tokens": text.num_tokens}
-      if text.num_tokens >= self.config.tokens:
-        return {"needed": None, "tokens": text.num_tokens}
+        return {"needed": crossed or text.num_tokens, "tokens": text.num_tokens, "unchanged": False}
+      if 2 * text.num_tokens > self.config.tokens:
+        return {"needed": None, "tokens": text.num_tokens, "unchanged": False}
+
+  @functools.cached_property
+  def sound(self) -> Sequence[Any]:
+    """The tokens of the first batch of an engine without a fault."""
+    return self.generate(Engine(), 0)[0].tokens
 
   def generate(self, engine: Engine, index: int) -> tuple[Samples, Warp]:
     """One batch: temperatures of 1, 0.7, and 0, and top-p of a hotter law."""
     config, rows = self.config, len(self.prompts)
     tokens, lengths = right_padded(self.prompts)
-    width = tokens.shape[1]
+    width = tokens.shape[1] + -tokens.shape[1] % 8  # an engine pads to this
     fields: dict[str, Any] = {
       "temperature": np.resize(np.array([1.0, 0.7, 1.5, 1.0, 0.0], np.float32), rows),
       "top_k": np.zeros(rows, np.int32),
@@ -178,6 +187,8 @@ def _tokens(entry: Mapping[str, Any]) -> str:
   tokens = entry["tokens"]
   if tokens is None or isinstance(tokens, str):
     return tokens or "not run"
+  if tokens["unchanged"]:
+    return f"same text, {tokens['tokens']:,}"
   return f"{tokens['needed']:,}" if tokens["needed"] else f"more than {tokens['tokens']:,}"
 
 
@@ -216,7 +227,11 @@ def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, f
     *(f"| {letter} | {name} | {described[name]} |" for letter, name in zip(letters, CHECKS, strict=True)),
     "",
     "● caught, · not. The last column says how many tokens of a real model the audit of samples needed"
-    + (f" ({config.model})." if config.model else "; it is empty where no model was given."),
+    + (
+      f" ({config.model}; *same text*: the fault changed none of so many tokens, from the same keys)."
+      if config.model
+      else "; it is empty where no model was given."
+    ),
     "",
     "| fault | what it does | " + " | ".join(letters) + " | tokens |",
     "|---|---|" + ":-:|" * len(letters) + "--:|",

@@ -1,0 +1,65 @@
+"""The table of planted faults: what is kept, shown and written; tests/audit/test_mutants.py tests the faults."""
+
+import json
+
+import numpy as np
+import pytest
+
+from configs.mutants import get_config
+from experiments import mutants
+from experiments.mutants import Lab, flatter
+from specjax.audit.engine import Engine
+from tests.audit.engines import V, target
+
+NAMES = ("residual from q", "recurrent state not rolled back", "log-probabilities of q")
+
+
+@pytest.fixture
+def config():
+  config = get_config()
+  config.update(mutants=NAMES, model="toy", tokens=2048)
+  return config
+
+
+@pytest.fixture
+def lab(config):
+  texts = [np.random.default_rng(i).integers(0, V - 1, 1 + i % 4).tolist() for i in range(config.rows)]
+  return Lab(config, target(), flatter(target()), texts, (V - 1,))
+
+
+def test_the_table(config, lab, tmp_path, capsys, monkeypatch) -> None:
+  found = {"rule": lambda engine: 1e-12 if engine.rule.lossless is False else 0.5, "none": lambda engine: None}
+  monkeypatch.setattr(mutants, "CHECKS", found)
+  monkeypatch.setattr(mutants, "CONTROLS", {"token rule": Engine()})
+  monkeypatch.setattr(Lab, "load", lambda config: lab)
+  summary = mutants.run(config, tmp_path, tmp_path / "mutants.md")
+  by_name = {each["name"]: each for each in summary["mutants"]}
+  assert list(by_name) == list(NAMES)
+  assert by_name["residual from q"]["caught_by"] == ["rule"]
+  assert summary["survivors"] == ["recurrent state not rolled back", "log-probabilities of q"]
+  assert summary["false_alarms"] == {}
+  # A fault that is there is found; one that this target, which has no state, can't show is told apart from it.
+  seen = by_name["residual from q"]["tokens"]
+  assert 0 < seen["needed"] <= seen["tokens"]
+  assert by_name["recurrent state not rolled back"]["tokens"]["unchanged"]
+  assert by_name["log-probabilities of q"]["tokens"] == mutants.UNSEEN
+  kept = json.loads((tmp_path / "mutants" / "results.json").read_text())
+  assert kept["summary"] == summary
+  assert "same text" in capsys.readouterr().out
+  assert not (tmp_path / "mutants.md").exists()  # of some mutants alone it would be no table
+
+
+def test_the_audit_finds_nothing_in_the_sound_engine(lab) -> None:
+  """Else what it finds in mutants would say nothing."""
+  sound = mutants.Mutant("none", "nothing", True, "counts", Engine())
+  assert lab.tokens_needed(sound)["unchanged"]
+  lab.__dict__["sound"] = [np.array([-1])]  # as if the text were another
+  found = lab.tokens_needed(sound)
+  assert found["needed"] is None
+  assert lab.config.tokens / 2 < found["tokens"] <= lab.config.tokens
+
+
+def test_an_unknown_mutant(config, tmp_path) -> None:
+  config.mutants = ("residual of x",)
+  with pytest.raises(ValueError, match=r"config.mutants has \['residual of x'\]; known: residual from p"):
+    mutants.run(config, tmp_path)
