@@ -75,7 +75,7 @@ def request(
       f"prompt_tokens has {batch} rows, which {parts} devices can't share evenly: add rows with max_new_tokens of 0, "
       f"or place the target on a mesh with a smaller axis for rows than in {dict(target.placement.mesh.shape)}."
     )
-  _key(key, batch)
+  row_key(key, batch)
   warp = warp_settings(warp, batch)
   lengths = _lengths(prompt_lengths, batch, width)
   _range("prompt_tokens", _inside(prompts, lengths), 0, target.vocab_size - 1, "the target's vocabulary")
@@ -334,7 +334,8 @@ def count(name: str, value: int, low: int) -> int:
   return int(value)
 
 
-def _key(key: Array, batch: int) -> None:
+def row_key(key: Array, batch: int) -> None:
+  """Raises TypeError or ValueError unless it is a typed key, or one for each row, whose rows draw independently."""
   if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
     kind = getattr(key, "dtype", type(key).__name__)
     raise TypeError(f"key has type {kind}; it must be a typed key: jax.random.key(seed).")

@@ -26,17 +26,24 @@ def row_error(target: LanguageModel, batch: int, max_length: int, num_draft_toke
   """Feeds the same random text through (gamma+1)-row passes that advance by 1, by gamma+1, and by something between.
 
   Returns the largest difference of a position's logits between the three, in logits; 0.0 means that no bit differed
-  (NaN counts as a difference, and is returned). Rows of the batch stand at different positions, the tokens behind the
-  advance are garbage each time, and the cache, of `max_length` slots, is written by each run for itself.
+  (NaN counts as a difference, and is returned; a token that no pass has, -inf, is none). Rows of the batch stand at
+  different positions, a single row at the cache's start and then at its end; the tokens behind the advance are garbage
+  each time, and the cache, of `max_length` slots, is written by each run for itself.
 
-  Costs 5 (gamma + 1) passes or so, and a compilation.
+  Costs 5 (gamma + 1) passes or so, twice that for a single row, and a compilation. Raises ValueError where `max_length`
+  has no room for two passes.
   """
   width, random = num_draft_tokens + 1, np.random.default_rng(0)
+  if max_length < 2 * width:
+    raise ValueError(
+      f"max_length={max_length} must be at least {2 * width}: two passes of num_draft_tokens + 1 tokens."
+    )
   count = min(3 * width, max_length - width)  # positions
   text = random.integers(0, target.vocab_size, (batch, count), np.int32)
-  starts = np.linspace(0, max_length - count - width, batch).astype(np.int32)  # the last pass must fit
+  last = max_length - count - width  # the pass behind it must fit
+  placed = np.linspace(0, last, batch).astype(np.int32)
 
-  def logits(advances: list[int]) -> np.ndarray:
+  def logits(advances: list[int], starts: np.ndarray) -> np.ndarray:
     cache, out, at = empty_cache(target, batch, max_length), [], 0
     for advance in advances:
       advance = min(advance, count - at)
@@ -49,15 +56,21 @@ def row_error(target: LanguageModel, batch: int, max_length: int, num_draft_toke
       at += advance
     return np.concatenate(out, axis=1)
 
-  one_by_one = logits([1] * count)
-  others = logits([width] * count), logits(random.integers(1, width + 1, count).tolist())
-  return float(max((np.abs(one_by_one - other).max(initial=0.0) for other in others), key=lambda x: (np.isnan(x), x)))
+  errors = []
+  for starts in [placed] if batch > 1 else [placed, placed + last]:
+    one_by_one = logits([1] * count, starts)
+    for advances in [width] * count, random.integers(1, width + 1, count).tolist():
+      other = logits(advances, starts)
+      with np.errstate(invalid="ignore"):
+        errors.append(np.abs(np.where(one_by_one == other, 0.0, one_by_one - other)).max(initial=0.0))
+  return float(max(errors, key=lambda error: (np.isnan(error), error)))
 
 
 def require_row_independence(target: LanguageModel, batch: int, max_length: int, num_draft_tokens: int) -> None:
   """Raises RuntimeError where `row_error` finds a difference, since no fixed graph can then promise equal texts.
 
   It is tried once for each function, shape and device. Values that are traced can't be tried; nothing is checked then.
+  Raises ValueError for a model whose logits are NaN.
   """
   leaves, tree = jax.tree.flatten(target)
   if num_draft_tokens == 0 or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -65,7 +78,10 @@ def require_row_independence(target: LanguageModel, batch: int, max_length: int,
   placed = tuple((jnp.shape(leaf), str(jnp.result_type(leaf)), getattr(leaf, "sharding", None)) for leaf in leaves)
   key = tree, placed, batch, num_draft_tokens, max_length, jax.default_backend(), _precision()
   if key not in _found:
-    _found[key] = row_error(target, batch, max_length, num_draft_tokens)
+    error = row_error(target, batch, max_length, num_draft_tokens)
+    if np.isnan(error):  # says something of these values, nothing of the program
+      raise ValueError("fixed_graph: the target's logits of random tokens are not finite numbers: some are NaN.")
+    _found[key] = error
   if _found[key] != 0:
     raise RuntimeError(
       f"fixed_graph: on this backend ({jax.default_backend()}) a position's logits depend on the row of the "

@@ -12,7 +12,17 @@ import scipy.stats
 import tqdm
 
 from specjax.language_model import LanguageModel
-from specjax.numerics.graphs import REFERENCE, Graph, check_tokens, feed, first_line, form, prepare, unavailable
+from specjax.numerics.graphs import (
+  REFERENCE,
+  Graph,
+  check_tokens,
+  feed,
+  first_line,
+  form,
+  num_ids,
+  prepare,
+  unavailable,
+)
 from specjax.numerics.measure import Measurement, collect, difference, measure
 from specjax.numerics.same import Identical, identical
 
@@ -40,6 +50,7 @@ class Summary:
   support: Interval  # share of positions whose top-p support changed
   at_risk: Interval  # share whose margin in the reference is at most twice the largest error there: others can't flip
   bits: float
+  not_finite: int  # positions where some logit is NaN, or infinite where the reference's is not: all of them at risk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +91,9 @@ class Comparison:
       tv=_bootstrap(found.tv, units),
       flips=_share(found.flip),
       support=_share(found.support > 0),
-      at_risk=_share(self.reference.margin <= 2 * found.max_error),
+      at_risk=_share(~(self.reference.margin > 2 * found.max_error)),
       bits=float((found.digest == self.reference.digest).mean()),
+      not_finite=int((~np.isfinite(found.max_error)).sum()),
     )
 
   def identical(self) -> list[Identical]:
@@ -92,6 +104,22 @@ class Comparison:
       if found.graph not in members:
         members.append(found.graph)
     return [identical(members, self.form, self.backend) for members in groups.values() if len(members) > 1]
+
+  def __str__(self) -> str:
+    """A line a graph: errors against the reference, flips, positions that could flip; what agrees, what didn't run."""
+    rows: list[tuple[str, ...]] = [("graph", "max error", "RMS error", "KL, nats", "flips", "can flip")]
+    for name, own in self.summary().items():
+      figures = [f"{own.max_error:.2g}", f"{own.rms_error.estimate:.2g}", f"{own.kl.estimate:.2g}"]
+      figures += [f"{own.flips.estimate:.1%}", f"{own.at_risk.estimate:.1%}"]
+      rows.append((name + (f" (not finite at {own.not_finite})" if own.not_finite else ""), *figures))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{sum(self.lengths)} positions against {self.reference.graph}"]
+    for first, *rest in rows:
+      cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+      lines.append("  " + "  ".join(cells))
+    lines += [f"not run: {name}: {reason}" for name, reason in self.not_run.items()]
+    lines += [f"the same bits: {'; '.join(same.graphs)}" for same in self.identical()]
+    return "\n".join(lines)
 
   def differences(self) -> tuple[list[str], np.ndarray]:
     """Names, the reference's first, and float64[n, n]: RMS difference of two graphs' logits, 0 for equal bits.
@@ -130,7 +158,14 @@ def compare(
   Raises ValueError or TypeError for tokens that the model can't take, a reference that can't run, and graphs given
   twice.
   """
-  contexts, graphs = _contexts(model, tokens), list(graphs)
+  if isinstance(graphs, Graph):
+    raise TypeError("graphs must be a list of specjax.numerics.Graph, got one: [graph].")
+  graphs = list(graphs)
+  if wrong := [graph for graph in graphs if not isinstance(graph, Graph)]:
+    raise TypeError(f"graphs must be a list of specjax.numerics.Graph, got {wrong[0]!r} in it.")
+  if not isinstance(reference, Graph):
+    raise TypeError(f"reference must be a specjax.numerics.Graph, got {type(reference).__name__}.")
+  contexts = _contexts(model, tokens)
   if len(set(graphs)) < len(graphs):
     twice = next(graph for graph in graphs if graphs.count(graph) > 1)
     raise ValueError(f"the graph {twice} is given {graphs.count(twice)} times.")
@@ -160,9 +195,15 @@ class Reference:
     prepared, dtype = prepare(self._model, self._graph), _dtype(self._graph)
     self._logits = []
     for i, tokens in enumerate(self._contexts):
-      shape = len(tokens) - 1, self._model.vocab_size
+      shape = len(tokens) - 1, num_ids(self._model)
       file = np.memmap(pathlib.Path(self._folder.name) / str(i), dtype, "w+", shape=shape)
       self._logits.append(collect(feed(prepared, self._graph, tokens), file))
+      broken = np.flatnonzero([not _is_law(row) for row in self._logits[-1]])
+      if broken.size:
+        self.__exit__()
+        raise ValueError(
+          f"the reference {self._graph} gives logits that are no law at position {broken[0]} of context {i}."
+        )
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -198,11 +239,19 @@ class Reference:
     )
 
 
+def _is_law(logits: np.ndarray) -> bool:
+  return bool(np.isfinite(logits.max()) and not np.isnan(logits).any())
+
+
 def _dtype(graph: Graph) -> Any:
   return np.float64 if graph.activations == "float64" else np.float32
 
 
 def _contexts(model: LanguageModel, tokens: Any) -> list[np.ndarray]:
+  if np.ndim(tokens[:0] if isinstance(tokens, list | tuple) else tokens) == 0:
+    raise TypeError(
+      f"tokens has type {type(tokens).__name__}; it must be the ids of one context, int[T], or of several."
+    )
   if len(tokens) == 0:
     raise ValueError("tokens holds no context; give the ids of one, int[T], or of several.")
   rows = [tokens] if np.ndim(tokens[0]) == 0 else list(tokens)

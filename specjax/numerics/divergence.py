@@ -8,6 +8,7 @@ Nothing here runs a model.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import scipy.special
 import scipy.stats
 
 RESAMPLES = 1000
+ROUNDING = 1e-9  # of sums of probabilities
 
 
 class Shared(NamedTuple):
@@ -78,9 +80,10 @@ def flip_probability(margins: Any, changes: Any) -> np.ndarray:
     for what is not known of the error. An exact tie that appears is decided by ids, either way.
   """
   margins, changes = np.asarray(margins, np.float64), np.sort(np.asarray(changes, np.float64))
-  if margins.ndim != 1 or changes.ndim != 1 or not changes.size or (margins < 0).any():
+  allowed = margins.ndim == changes.ndim == 1 and changes.size and (margins >= 0).all() and not np.isnan(changes).any()
+  if not allowed:
     raise ValueError(
-      f"margins {margins.shape} must be float[N], 0 or more, and changes {changes.shape} float[M], one or more."
+      f"margins {margins.shape} must be float[N], 0 or more, and changes {changes.shape} float[M], one or more; no NaN."
     )
   flipped = np.searchsorted(changes, -margins, side="left")
   tied = np.searchsorted(changes, -margins, side="right") - flipped
@@ -108,6 +111,18 @@ class Curve:
   at_risk: np.ndarray
 
 
+def _whole(name: str, values: Any) -> np.ndarray:
+  array = np.asarray(values)
+  if (array.size and not np.issubdtype(array.dtype, np.integer)) or (array < 0).any():
+    raise ValueError(f"{name} must be whole numbers of tokens, 0 or more.")
+  return array.astype(np.int64)
+
+
+def _check_level(level: float) -> None:
+  if not 0 < level < 1:
+    raise ValueError(f"level={level} must be above 0 and below 1.")
+
+
 def measured(lengths: Any, differences: Sequence[int | None], *, level: float = 0.95) -> Curve:
   """The curve of pairs of texts, by Kaplan and Meier.
 
@@ -118,12 +133,15 @@ def measured(lengths: Any, differences: Sequence[int | None], *, level: float = 
   larger than S at the longest. Intervals are of log(-log S) by Greenwood's formula; where nothing, or everything, has
   differed so far, they are Clopper's and Pearson's of the texts at risk.
   """
-  lengths = np.asarray(lengths, np.int64)
+  lengths = _whole("lengths", lengths)
+  _check_level(level)
   if lengths.ndim != 1 or not len(lengths) or len(differences) != len(lengths):
     raise ValueError(
       f"lengths {lengths.shape} and {len(differences)} differences must be of the same pairs, one or more."
     )
   for n, at in zip(lengths, differences, strict=True):
+    if at is not None and (isinstance(at, bool) or not isinstance(at, numbers.Integral)):
+      raise TypeError(f"differences holds {at!r}; they must be whole numbers, or None where no token differs.")
     if at is not None and not 0 <= at < n:
       raise ValueError(f"a difference at token {at} of a pair that has {n}.")
   different = np.array([at is not None for at in differences])
@@ -143,7 +161,7 @@ def measured(lengths: Any, differences: Sequence[int | None], *, level: float = 
   return Curve(
     survival=survival,
     low=np.where(never, np.where(times == 0, 1.0, tail), np.where(always, 0.0, low)),
-    high=np.where(never, 1.0, np.where(always, 1 - last, high)),
+    high=np.minimum.accumulate(np.where(never, 1.0, np.where(always, 1 - last, high))),  # S falls
     at_risk=at_risk,
   )
 
@@ -160,9 +178,10 @@ def predicted(differs: Any, kept: Any, lengths: Any, *, level: float = 0.95) -> 
   differs: float[N, T], the probability that token t differs, given that all before it are the same. kept: float[N, T],
     that the other text has this text's own token t, given that this one has it; `1 - differs` where the text is not
     random. lengths: int[N], tokens of each text; what the arrays hold behind them is not read.
-  The interval is that of resampled texts (percentiles of 1,000).
+  The interval is that of resampled texts (percentiles of 1,000); NaN for a single one.
   """
-  differs, kept, lengths = np.asarray(differs, np.float64), np.asarray(kept, np.float64), np.asarray(lengths)
+  differs, kept, lengths = np.asarray(differs, np.float64), np.asarray(kept, np.float64), _whole("lengths", lengths)
+  _check_level(level)
   if differs.ndim != 2 or kept.shape != differs.shape or lengths.shape != differs.shape[:1]:
     raise ValueError(
       f"differs {differs.shape} and kept {kept.shape} must be float[N, T], lengths {lengths.shape} int[N]."
@@ -171,6 +190,10 @@ def predicted(differs: Any, kept: Any, lengths: Any, *, level: float = 0.95) -> 
     raise ValueError(f"lengths must be from 0 to {differs.shape[1]}, the length of the arrays, one text or more.")
   longest = int(lengths.max())
   there = np.arange(longest)[None] < lengths[:, None]
+  for name, values in (("differs", differs), ("kept", kept)):
+    own = values[:, :longest][there]
+    if not ((own >= -ROUNDING) & (own <= 1 + ROUNDING)).all():  # NaN is not
+      raise ValueError(f"{name} must hold probabilities, 0 to 1, of every token; it has {own.min()} to {own.max()}.")
   before = np.cumprod(np.where(there, kept[:, :longest], 1.0), axis=1)
   before = np.where(there, np.pad(before[:, :-1], ((0, 0), (1, 0)), constant_values=1.0), 0.0)
   lost = np.where(there, before * np.where(there, differs[:, :longest], 0.0), 0.0)
@@ -187,6 +210,8 @@ def predicted(differs: Any, kept: Any, lengths: Any, *, level: float = 0.95) -> 
   drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
   tails = 100 * (1 - level) / 2
   low, high = np.nanpercentile(survival(drawn.astype(np.float64)), [tails, 100 - tails], axis=0)
+  if count == 1:  # resampled, it is always the same
+    low, high = (np.where(np.arange(longest + 1) == 0, 1.0, np.nan) for _ in range(2))
   return Curve(
     survival=survival(np.ones(count)), low=low, high=high, at_risk=np.append(count, there.sum(0)).astype(np.int64)
   )

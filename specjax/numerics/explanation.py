@@ -24,6 +24,7 @@ from specjax.numerics.measure import difference
 from specjax.numerics.runs import Run
 
 SAME, PREFIX, NUMERICS, DRAW, FAULT = "same", "prefix", "numerics", "another draw", "fault"
+NEVER = 1e-12  # a token of so small a probability was not drawn from that law: 5e-8 a token, were all of 50,000 so
 _SUMS = 1e-6  # what a float32 sum of probabilities may be off by
 
 
@@ -123,11 +124,16 @@ def explain(
 
   A token is a fault if no logits within the error E (the largest of the run's graph at this position, against the
   reference) give it: an argmax, or a winner of log p + g, that is more than 2 E short of the best; a token outside the
-  top-k, top-p or min-p support of every such law; text behind a stop token.
+  top-k, top-p or min-p support of every such law, or of a probability below 1e-12; text behind a stop token.
 
   Raises ValueError for runs of different prompts, with tokens outside the vocabulary, or longer than the model's
   context, and for graphs that can't run here.
   """
+  if not (isinstance(run_a, Run) and isinstance(run_b, Run) and isinstance(model, LanguageModel)):
+    kinds = ", ".join(type(each).__name__ for each in (run_a, run_b, model))
+    raise TypeError(f"explain takes two specjax.numerics.Run and a specjax.LanguageModel, got {kinds}.")
+  if reference is not None and not isinstance(reference, Graph):
+    raise TypeError(f"reference must be a specjax.numerics.Graph or None, got {type(reference).__name__}.")
   runs, stops = (run_a, run_b), checks.stop_ids(eos_id, model.vocab_size)
   _check(runs, model)
   at = first_difference(run_a.tokens, run_b.tokens)
@@ -157,21 +163,34 @@ def judge(
   stop_ids: Sequence[int] | np.ndarray = (),
   tokenizer: Decoder | None = None,
 ) -> Explanation:
-  """`explain` for two runs that differ and whose logits [V] at the first difference are at hand already."""
+  """`explain` for two runs that differ and whose logits [V] at the first difference are at hand already.
+
+  Raises ValueError for runs of different prompts, for logits that have no law or are not float[V] each, and for a token
+  that is impossible, -inf, in one of them alone: the errors of such a graph have no size.
+  """
   runs = (run_a, run_b)
+  _check_prompts(runs)
   at = first_difference(run_a.tokens, run_b.tokens)
   if at is None:
     raise ValueError("the two runs don't differ in any token; explain says how they end.")
-  if at and np.isin(run_a.tokens[at - 1], stop_ids):
-    words = f"token {at - 1} of both, {run_a.tokens[at - 1]}, ends a text, and both go on behind it."
-    return Explanation(FAULT, at, words, faulty=(0, 1))
+  if (gone_on := _gone_on(run_a.tokens[:at], stop_ids)) is not None:
+    return gone_on
   r, *own = (np.asarray(x, np.float64) for x in (reference_logits, logits_a, logits_b))
   for name, z in zip(("the reference", "run a's graph", "run b's graph"), (r, *own), strict=True):
+    if z.ndim != 1 or z.shape != r.shape:
+      raise ValueError(f"{name} gives logits of shape {z.shape}; all must be float[V], the reference's are {r.shape}.")
     if np.isnan(z).any() or np.isposinf(z).any() or not np.isfinite(z).any():
       raise ValueError(f"{name} gives logits that are not finite at token {at}: there is no law to explain by.")
+    if (lost := np.flatnonzero(np.isneginf(z) != np.isneginf(r))).size:
+      raise ValueError(
+        f"at token {at} the logit of {lost[0]} is {z[lost[0]]} in {name}, and {r[lost[0]]} by reference."
+      )
+  for name, run in zip("ab", runs, strict=True):
+    if not 0 <= run.tokens[at] < len(r):
+      raise ValueError(f"run {name}'s token {run.tokens[at]} is outside the vocabulary, 0 to {len(r) - 1}.")
   evidence = tuple(_evidence(run, at, r, z) for run, z in zip(runs, own, strict=True))
   faulty = tuple(i for i in (0, 1) if not evidence[i].possible)
-  decided = all(run.greedy for run in runs) or _share_noise(*runs)
+  decided = all(run.greedy for run in runs) or (_share_noise(*runs) and _same_warp(*runs))
   return Explanation(
     kind=FAULT if faulty else NUMERICS if decided else DRAW,
     at=at,
@@ -184,7 +203,7 @@ def judge(
   )
 
 
-def _check(runs: Sequence[Run], model: LanguageModel) -> None:
+def _check_prompts(runs: Sequence[Run]) -> None:
   a, b = (run.prompt for run in runs)
   if not np.array_equal(a, b):
     at = first_difference(a, b)
@@ -192,6 +211,10 @@ def _check(runs: Sequence[Run], model: LanguageModel) -> None:
       f"they have {len(a)} and {len(b)} tokens" if at is None else f"token {at} is {a[at]} in one, {b[at]} in the other"
     )
     raise ValueError(f"the runs have different prompts ({where}); give two outputs for one prompt.")
+
+
+def _check(runs: Sequence[Run], model: LanguageModel) -> None:
+  _check_prompts(runs)
   for name, run in zip("ab", runs, strict=True):
     tokens = np.concatenate([run.prompt, run.tokens])
     try:
@@ -200,10 +223,21 @@ def _check(runs: Sequence[Run], model: LanguageModel) -> None:
       raise ValueError(f"run {name}, its prompt of {len(run.prompt)} tokens included: {error}") from error
 
 
+def _gone_on(common: np.ndarray, stops: Any) -> Explanation | None:
+  """Of tokens that both have, and go on behind: a fault of both if one of them ends a text."""
+  found = np.flatnonzero(np.isin(common, stops))
+  if not found.size:
+    return None
+  words = f"token {found[0]} of both, {common[found[0]]}, ends a text, and both go on behind it."
+  return Explanation(FAULT, int(found[0]) + 1, words, faulty=(0, 1))
+
+
 def _ends(runs: Sequence[Run], stops: np.ndarray) -> Explanation:
   """Of runs that differ in no token."""
   short, long = sorted((0, 1), key=lambda i: len(runs[i].tokens))
   count, names = len(runs[short].tokens), "ab"
+  if (gone_on := _gone_on(runs[short].tokens[:-1], stops)) is not None:
+    return gone_on
   if count == len(runs[long].tokens):
     return Explanation(SAME, None, f"all {count} tokens are the same.")
   words = f"run {names[short]} ends after {count} tokens, {{}}; run {names[long]} has {len(runs[long].tokens)}{{}}."
@@ -237,16 +271,21 @@ def _evidence(run: Run, at: int, r: np.ndarray, z: np.ndarray) -> Evidence:
     possible = repeated or margin <= 2 * error
   else:
     log_p, has = law[token], bool(np.isfinite(graph_law[token]))
+    in_reference = bool(np.isfinite(log_p))
     repeated, possible = has, has or not _excluded(scores, token, run.warp, error)
-    edge = has != np.isfinite(law[token])
-    if noise is not None:
+    edge = possible and not (has and in_reference)
+    if noise is None:
+      # An error of e changes log p by 2 e at most.
+      possible = possible and (not in_reference or log_p + 2 * error > np.log(NEVER))
+    else:
       total, kept = scores + noise, np.isfinite(law)
-      margin = _short(total, token, kept)
+      short = _short(total, token, kept)
+      margin = short if in_reference else None
       repeated = int((graph_law + noise).argmax()) == token
-      # A better token that the graph's law lacks has not been passed over.
+      # A better token that the graph's law lacks has not been passed over. Sums with the noise are float32's.
       passed_over = _short(total, token, kept & np.isfinite(graph_law))
-      possible = repeated or (possible and passed_over <= 2 * error)
-      edge = edge or passed_over < margin
+      possible = repeated or (possible and passed_over <= 2 * error + _SUMS * float(np.abs(total[kept]).max()))
+      edge = edge or passed_over < short
   return Evidence(
     graph=run.graph or Graph(),
     known=run.graph is not None,
@@ -304,10 +343,11 @@ def _excluded(scores: np.ndarray, token: int, settings: warp.Warp, slack: float)
 
 
 def _share_noise(a: Run, b: Run) -> bool:
+  """Whether both tokens are winners of log p + g with the same g."""
   if a.key is None or b.key is None or a.greedy or b.greedy:
     return False
   same = jax.random.key_impl(a.key) == jax.random.key_impl(b.key)
-  return bool(same and np.array_equal(jax.random.key_data(a.key), jax.random.key_data(b.key)) and _same_warp(a, b))
+  return bool(same and np.array_equal(jax.random.key_data(a.key), jax.random.key_data(b.key)))
 
 
 def _same_warp(a: Run, b: Run) -> bool:
@@ -358,6 +398,8 @@ def _fault(runs: Sequence[Run], evidence: Sequence[Evidence], faulty: Sequence[i
       reason = (
         f"is {own.margin:.2g} short of {what}, and errors of {own.error:.2g} turn at most {2 * own.error:.2g} around"
       )
+    elif np.isfinite(own.log_p) and not own.edge:
+      reason = f"has a probability of {np.exp(own.log_p):.2g}, and errors of {own.error:.2g} leave it below {NEVER:.0e}"
     else:
       reason = f"has no mass under any law within errors of {own.error:.2g} (top-k, top-p, min-p, or a forbidden token)"
     reasons.append(f"run {'ab'[i]}'s token {reason}.")

@@ -8,6 +8,7 @@ module compares nothing and draws no token.
 import contextlib
 import dataclasses
 import functools
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -71,15 +72,25 @@ class Graph:
       value = getattr(self, name)
       if value is None and name in ("width", "slots"):
         continue
-      if isinstance(value, bool) or not isinstance(value, int) or value < low:
+      if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
         raise ValueError(f"{name}={value!r} must be a whole number, {low} or more.")
+      object.__setattr__(self, name, int(value))
+    for name, allowed in (
+      ("scan_layers", (None, True, False)),
+      ("cpu_kernels", (None, True, False)),
+      ("jit", (True, False)),
+    ):
+      if not any(getattr(self, name) is value for value in allowed):
+        raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(str, allowed))}.")
+    if self.precision is not None and not (isinstance(self.precision, str) and self.precision):
+      raise ValueError(f"precision={self.precision!r} must be None or a name that jax.default_matmul_precision takes.")
     if self.row >= self.batch:
       raise ValueError(f"row={self.row} is outside the batch: allowed 0 to {self.batch - 1}.")
     for name, allowed in (("weights", _DTYPES), ("activations", (*_DTYPES, "float64"))):
       value = getattr(self, name)
       if value is not None and value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; allowed: None, {', '.join(allowed)}.")
-    if self.mesh is not None and not (len(self.mesh) == 2 and all(isinstance(n, int) and n >= 1 for n in self.mesh)):
+    if self.mesh is not None and not _two_counts(self.mesh):
       raise ValueError(f"mesh={self.mesh!r} must be two numbers of devices: (rows over, tensors over).")
     if self.mesh is not None and self.batch % self.mesh[0]:
       raise ValueError(f"batch={self.batch} can't be split over the {self.mesh[0]} devices of mesh={self.mesh}.")
@@ -120,6 +131,10 @@ class Graph:
     return ", ".join(parts)
 
 
+def _two_counts(mesh: Any) -> bool:
+  return isinstance(mesh, tuple) and len(mesh) == 2 and all(type(n) is int and n >= 1 for n in mesh)
+
+
 REFERENCE = Graph(width=None, activations="float64")
 
 
@@ -151,12 +166,17 @@ def check_tokens(model: LanguageModel, tokens: Any) -> np.ndarray:
     raise ValueError(f"tokens has shape {array.shape}; it must be the ids of one context, int[T], T >= 2.")
   if not np.issubdtype(array.dtype, np.integer):
     raise TypeError(f"tokens has type {array.dtype}; it must hold integers.")
-  bad = np.flatnonzero((array < 0) | (array >= model.vocab_size))
+  bad = np.flatnonzero((array < 0) | (array >= num_ids(model)))
   if bad.size:
-    raise ValueError(f"tokens[{bad[0]}]={array[bad[0]]} is outside the vocabulary, 0 to {model.vocab_size - 1}.")
+    raise ValueError(f"tokens[{bad[0]}]={array[bad[0]]} is outside the vocabulary, 0 to {num_ids(model) - 1}.")
   if model.context_length is not None and len(array) > model.context_length:
     raise ValueError(f"tokens has {len(array)} ids; the model's context holds {model.context_length}.")
   return array.astype(np.int32)
+
+
+def num_ids(model: LanguageModel) -> int:
+  """V: tokens of the vocabulary, without those that `specjax.sharding.shard` pads it with."""
+  return model.vocab_size - (model.apply.config.vocab_padding if isinstance(model.apply, Apply) else 0)
 
 
 def unavailable(model: LanguageModel, graph: Graph, num_tokens: int, prompt_length: int = 1) -> str | None:
@@ -167,7 +187,9 @@ def unavailable(model: LanguageModel, graph: Graph, num_tokens: int, prompt_leng
   decoder = isinstance(model.apply, Apply)
   if graph.activations == "float64":
     if not decoder:
-      return "the float64 forward is known for the decoders of specjax.models alone; take another reference"
+      return (
+        "the float64 forward is known for the decoders of specjax.models alone; Graph(width=None) is one for others"
+      )
     return None if prompt_length == 1 else "float64 has no passes: prompt_length can't be honoured"
   if not decoder:
     for name in ("activations", "scan_layers", "cpu_kernels"):
@@ -256,7 +278,6 @@ def feed(
     yield from float64.logits(model, tokens[:-1])
     return
   count, prompt = len(tokens) - 1, prompt_length - 1
-  vocab_size = model.vocab_size - (model.apply.config.vocab_padding if isinstance(model.apply, Apply) else 0)
   slots = graph.slots or 1 << max(_num_slots(graph, len(tokens), prompt_length) - 1, MIN_SLOTS - 1).bit_length()
   rows = np.stack([np.roll(tokens, shift - graph.row) for shift in range(graph.batch)])
   cache = empty_cache(model, graph.batch, slots)
@@ -270,7 +291,7 @@ def feed(
     with _precision(graph.precision), contextlib.nullcontext() if graph.jit else jax.disable_jit():
       out, cache = _pass(model, jnp.asarray(fed), cache, jnp.full(graph.batch, start, jnp.int32))
     if end == count:
-      yield np.arange(start, start + real), np.asarray(out[graph.row])[:real, :vocab_size]
+      yield np.arange(start, start + real), np.asarray(out[graph.row])[:real, : num_ids(model)]
 
 
 def _num_slots(graph: Graph, num_tokens: int, prompt_length: int) -> int:

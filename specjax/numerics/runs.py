@@ -44,13 +44,14 @@ class Run:
   def __post_init__(self):
     for name in ("prompt", "tokens"):
       value = getattr(self, name)
-      array = np.asarray(value, np.int32) if np.size(value) == 0 else np.asarray(value)
-      if array.ndim != 1 or (name == "prompt" and not array.size):
-        raise ValueError(f"{name} has shape {array.shape}; it must be token ids, int[N], and a prompt has one or more.")
+      array = np.array(value, np.int32) if np.size(value) == 0 else np.array(value)  # the run's own
       if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{name} has type {array.dtype}; it must hold token ids: encode text first.")
+      if array.ndim != 1 or (name == "prompt" and not array.size):
+        raise ValueError(f"{name} has shape {array.shape}; it must be token ids, int[N], and a prompt has one or more.")
       object.__setattr__(self, name, array)
-    checks.warp_settings(self.warp, 1)
+    settings = checks.warp_settings(self.warp, 1)
+    object.__setattr__(self, "warp", Warp(**{field: value[0].item() for field, value in vars(settings).items()}))
     if self.graph is not None and not isinstance(self.graph, Graph):
       raise TypeError(f"graph must be a specjax.numerics.Graph or None, got {type(self.graph).__name__}.")
     key = self.key
@@ -80,6 +81,7 @@ class Run:
     """
     tokens, ends, generated = (np.asarray(x) for x in (result.tokens, result.lengths, result.stats.generated))
     batch = len(ends)
+    checks.row_key(key, batch)
     row_keys = keys.row_keys(key, batch) if verify.shares_noise(verify.get(verifier)) else [None] * batch
     settings = checks.warp_settings(warp, batch)
     graph = Graph(width=num_draft_tokens + 1, batch=batch, activations=activations)
@@ -114,6 +116,10 @@ def replay(
 
   Raises ValueError for runs that don't fit.
   """
+  if not runs or not widths:
+    raise ValueError(
+      f"{len(runs)} runs and {len(widths)} widths: give one or more of each, as in replay(model, runs, 1, 4)."
+    )
   block = max(checks.count("width", width, 1) for width in widths)
   if bad := [width for width in widths if block % width]:
     raise ValueError(f"width {bad[0]} must divide the largest, {block}.")

@@ -186,6 +186,38 @@ def test_bad_input(tokens, settings, message: str) -> None:
     compare(model, tokens, **{"graphs": [Graph()], **settings})
 
 
+@pytest.mark.parametrize("graphs", [Graph(), ["decode"], "decode"])
+def test_what_is_no_graph(graphs) -> None:
+  with pytest.raises(TypeError, match="graphs must be a list of"):
+    compare(tabular.from_table(np.zeros((1, 3, 2))), [0, 1], graphs, reference=EXACT)
+
+
+def test_logits_that_are_not_finite_agree_with_nothing() -> None:
+  """In the reference they are refused; in a graph every position where they are is at risk, and is counted."""
+  broken = tabular.from_table(np.full((1, 4, 3), [0, np.nan, 1], np.float32))
+  with pytest.raises(ValueError, match="the reference whole gives logits that are no law at position 0 of context 0"):
+    compare(broken, [0, 1, 2], [Graph()], reference=EXACT)
+
+  def apply(params, tokens, cache, start):
+    logits = jnp.broadcast_to(params, (*tokens.shape, 3))
+    return (logits.at[..., 1].set(jnp.nan) if tokens.shape[1] == 1 else logits), cache
+
+  model = LanguageModel(jnp.arange(3.0), apply, lambda params, batch, length: jnp.zeros((batch, length)), 3)
+  found = compare(model, [0, 1, 2, 0], [Graph(), Graph(width=3)], reference=EXACT)
+  summary = found.summary()
+  assert (summary["decode"].not_finite, summary["decode"].at_risk.estimate) == (3, 1)
+  assert (summary["verify 3"].not_finite, summary["verify 3"].at_risk.estimate) == (0, 0)
+  assert "decode (not finite at 3)" in str(found)
+
+
+def test_a_comparison_in_print(decoder) -> None:
+  lines = str(compare(decoder, np.arange(9), [Graph(), Graph(width=4), Graph(slots=1)])).splitlines()
+  assert lines[0] == "8 positions against float64"
+  assert [line.split("  ")[1].strip() for line in lines[1:4]] == ["graph", "decode", "verify 4"]
+  assert len({len(line) for line in lines[1:4]}) == 1
+  assert lines[4].startswith("not run: decode, 1 slots: 1 slots are too few")
+
+
 def test_measurements_survive_json(decoder) -> None:
   found = compare(decoder, np.arange(9), [Graph(mesh=(1, 1))]).measured["decode, mesh 1x1"]
   again = Measurement.of_plain(json.loads(json.dumps(plain(found))))

@@ -104,6 +104,16 @@ def test_kaplan_meier_by_hand() -> None:
   assert ended.high[1] == pytest.approx(1 - 0.025**0.5)
 
 
+def test_the_upper_bound_falls_as_survival_does() -> None:
+  """Where the last pair differs nothing is left to estimate from; the bound before still holds."""
+  curve = measured([2] * 100, [0] * 99 + [1])
+  assert curve.survival.tolist() == pytest.approx([1, 0.01, 0])
+  assert (np.diff(curve.high) <= 0).all()
+  assert curve.high[1] < 0.06
+  with pytest.raises(TypeError, match=r"differences holds 1\.5"):
+    measured([3], [1.5])
+
+
 def test_predicted_by_hand() -> None:
   """The second text is so unlikely to be the same after its first token that it hardly counts at the second."""
   curve = predicted([[0.2, 0.1, 0.5], [0.4, 0.9, np.nan]], [[1.0, 1.0, 1.0], [0.25, 1.0, np.nan]], [3, 2])
@@ -126,6 +136,14 @@ def test_predicted_by_hand() -> None:
     (lambda: flip_probability([1.0], []), "one or more"),
     (lambda: measured([2], [2]), "a difference at token 2 of a pair that has 2"),
     (lambda: predicted([[0.1]], [[0.9]], [2]), "from 0 to 1"),
+    (lambda: predicted([[1.5]], [[0.9]], [1]), "differs must hold probabilities"),
+    (lambda: predicted([[0.1]], [[np.nan]], [1]), "kept must hold probabilities"),
+    (lambda: predicted([[0.1]], [[0.9]], [0.5]), "lengths must be whole numbers"),
+    (lambda: predicted([[0.1]], [[0.9]], [1], level=95), "level=95 must be above 0 and below 1"),
+    (lambda: measured([-3], [None]), "lengths must be whole numbers of tokens, 0 or more"),
+    (lambda: measured([3], [1], level=95), "level=95"),
+    (lambda: flip_probability([np.nan], [-0.5]), "no NaN"),
+    (lambda: flip_probability([0.1], [np.nan]), "no NaN"),
   ],
 )
 def test_bad_input(call, message: str) -> None:
@@ -301,3 +319,14 @@ def test_runs_know_their_noise_and_law() -> None:
     next(replay(model, [Run([0], [9])], 1))
   with pytest.raises(ValueError, match="width 2 must divide the largest, 3"):
     next(replay(model, [Run([0], [1])], 2, 3))
+  with pytest.raises(ValueError, match="0 runs and 1 widths"):
+    next(replay(model, [], 1))
+  with pytest.raises(ValueError, match=r"key has shape \(3,\); allowed: a single key, or one key for each of 2 rows"):
+    Run.from_result(
+      result, num_draft_tokens=2, key=jax.random.split(jax.random.key(2), 3), warp=warp, verifier="coupled"
+    )
+  own = np.array([1, 2])
+  run = Run([0], own, Warp(temperature=np.array([0.5])))
+  own[0] = 3
+  assert run.tokens.tolist() == [1, 2]
+  assert run.warp.temperature == 0.5

@@ -13,7 +13,7 @@ from specjax.models import tabular
 from specjax.models.config import DecoderConfig
 from specjax.models.ops import Options
 from specjax.models.transformer import Decoder, as_language_model
-from specjax.numerics import REFERENCE, Graph, Run, explain, judge
+from specjax.numerics import REFERENCE, Graph, Run, compare, explain, judge, shared_noise
 from specjax.warp import Warp
 
 GREEDY = Warp(temperature=0.0)
@@ -48,8 +48,11 @@ def test_ends_at_a_stop_token() -> None:
   stripped = explain(greedy(1), greedy(1, 2), model, eos_id=2)
   assert (stripped.kind, stripped.at) == ("prefix", 1)
   assert "the last of them the stop token 2" in str(stripped)
-  both = explain(greedy(2, 0), greedy(2, 1), model, eos_id=2)
-  assert (both.kind, both.faulty) == ("fault", (0, 1))
+  for a, b in (((2, 0), (2, 1)), ((1, 2, 0, 0), (1, 2, 0, 1)), ((2, 0), (2, 0, 0)), ((2, 0), (2, 0))):
+    both = explain(greedy(*a), greedy(*b), model, eos_id=2)
+    assert (both.kind, both.faulty, both.at) == ("fault", (0, 1), a.index(2) + 1)
+    assert f"token {a.index(2)} of both, 2, ends a text" in str(both)
+  assert explain(greedy(1, 2), greedy(1, 2), model, eos_id=2).kind == "same"
 
 
 def test_an_exact_tie_is_numerics() -> None:
@@ -186,6 +189,46 @@ class Words:
     return "-".join(f"w{i}" for i in ids)
 
 
+def test_padded_ids_are_no_tokens() -> None:
+  """`specjax.sharding.shard` pads a vocabulary that its devices don't divide."""
+  config = DecoderConfig("tiny", 24, 64, 1, 16, 2, 2, 8, 16, vocab_padding=3)
+  options = Options(scan_layers=True, cpu_kernels=False)
+  model = as_language_model(Decoder(config, options=options, rngs=nnx.Rngs(0)))
+  found = compare(model, [1, 2, 4, 3], [Graph(), Graph(width=3)])
+  assert not found.not_run
+  assert found.measured["decode"].max_error.max() < 1e-4
+  with pytest.raises(ValueError, match="22 is outside the vocabulary, 0 to 20"):
+    compare(model, [1, 2, 22, 3], [Graph()])
+  assert explain(greedy(19), greedy(20), model).kind in ("fault", "numerics")
+  with pytest.raises(ValueError, match=r"run a.*22 is outside the vocabulary, 0 to 20"):
+    explain(greedy(22), greedy(20), model)
+
+
+def test_a_probability_that_nothing_draws_is_a_fault() -> None:
+  found = explain(drawn(2), drawn(0), table(-40, 0, 1))
+  assert (found.kind, found.faulty) == ("fault", (1,))
+  assert "run b's token has a probability of 1.1e-18" in str(found)
+  assert explain(drawn(2), drawn(0), table(-20, 0, 1)).kind == "another draw"
+  # Errors of 10 could have made it likely.
+  assert judge(drawn(2), drawn(0), [-40, 0, 1], [-40, 0, 1], [-30, 0, 1]).kind == "another draw"
+
+
+def test_one_key_is_one_noise_under_two_warps() -> None:
+  logits, key = np.linspace(0, 1, 8), keys.row_keys(jax.random.key(112), 1)[0]
+  a, b = drawn(2, key=key), Run([0, 1], [4], Warp(temperature=0.97), key=key)
+  shared = shared_noise(logits, logits / 0.97).differs
+  assert judge(a, b, logits, logits, logits).differs == pytest.approx(shared, rel=1e-4)
+  assert shared < 0.01
+
+
+def test_a_token_beyond_an_edge_that_errors_move_has_no_margin() -> None:
+  key, warp, r = keys.row_keys(jax.random.key(1), 1)[0], Warp(top_k=2), np.array([3.0, 2.0, 1.95, 0.0])
+  found = judge(Run([0], [0], warp, None, key), Run([0], [2], warp, None, key), r, r, r + np.array([0, 0, 0, 0.2]))
+  assert (found.kind, found.evidence[1].edge, found.evidence[1].margin) == ("numerics", True, None)
+  assert "at the edge of the support" in str(found)
+  assert "the best" not in str(found).splitlines()[2]
+
+
 def test_text_is_shown() -> None:
   assert "token 0 'w0', p = 0.09" in str(explain(drawn(0), drawn(2), table(0, 1, 2), tokenizer=Words()))
 
@@ -211,3 +254,15 @@ def test_bad_logits() -> None:
     judge(greedy(0), greedy(1), [0.0, 1.0], [0.0, 1.0], [np.nan, 1.0])
   with pytest.raises(ValueError, match="don't differ"):
     judge(greedy(0), greedy(0), [0.0, 1.0], [0.0, 1.0], [0.0, 1.0])
+  with pytest.raises(ValueError, match="the logit of 1 is -inf in run a's graph"):
+    judge(greedy(0), greedy(1), [0.0, 1.0], [0.0, -np.inf], [0.0, 1.0])
+  with pytest.raises(ValueError, match=r"run a's graph gives logits of shape \(1,\)"):
+    judge(greedy(0), greedy(1), [0.0, 1.0], [0.0], [0.0, 1.0])
+  with pytest.raises(ValueError, match="run b's token 2 is outside the vocabulary, 0 to 1"):
+    judge(greedy(0), greedy(2), [0.0, 1.0], [0.0, 1.0], [0.0, 1.0])
+  with pytest.raises(ValueError, match="different prompts"):
+    judge(greedy(0), Run([1], [1], GREEDY), [0.0, 1.0], [0.0, 1.0], [0.0, 1.0])
+  with pytest.raises(TypeError, match=r"got list, Run, LanguageModel"):
+    explain([0], greedy(1), table(0, 1))
+  with pytest.raises(TypeError, match="or None, got str"):
+    explain(greedy(0), greedy(1), table(0, 1), reference="float64")

@@ -154,6 +154,7 @@ def test_names_tell_graphs_apart() -> None:
   graphs += [Graph(**{axis: value}) for axis in ("scan_layers", "cpu_kernels") for value in (False, True)]
   graphs += [Graph(**{axis: "bfloat16"}) for axis in ("weights", "activations", "precision")]
   assert len({*map(str, graphs)}) == len(graphs)
+  assert Graph(width=np.int64(4)) == Graph(width=4)
   assert str(Graph(width=5, batch=8, row=7, activations="bfloat16")) == "verify 5, batch 8 row 7, bfloat16"
 
 
@@ -168,6 +169,11 @@ def test_names_tell_graphs_apart() -> None:
     ({"activations": "float64"}, "width=1 must be None"),
     ({"width": None, "activations": "float64", "batch": 2}, "batch left alone"),
     ({"mesh": (0, 1)}, "two numbers of devices"),
+    ({"mesh": 3}, "two numbers of devices"),
+    ({"mesh": (True, 1)}, "two numbers of devices"),
+    ({"jit": "no"}, "jit='no' must be one of True, False"),
+    ({"scan_layers": 2}, "scan_layers=2 must be one of None, True, False"),
+    ({"precision": ""}, "precision='' must be None or a name"),
     ({"mesh": (2, 1), "batch": 3}, "batch=3 can't be split over the 2 devices"),
   ],
 )
