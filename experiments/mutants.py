@@ -2,8 +2,9 @@
 
   python -m experiments.mutants --config=configs/mutants.py [--config.model=smollm2-135m]
 
-Writes docs/mutants.md, and into experiments/results/mutants: results.json and mutants.png, a map of the p-values. The
-exact rules go through the same checks and must pass all of them. In a notebook: `mutants.run(get_config())`.
+Writes docs/mutants.md and mutants.png beside it, a map of the p-values, and results.json and the map into
+experiments/results/mutants. The exact rules go through the same checks and must pass all of them. In a notebook:
+`mutants.run(get_config())`.
 """
 
 import dataclasses
@@ -66,6 +67,7 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   _show(summary, p_values)
   if chosen == list(MUTANTS):
     write_docs(summary, p_values, config, docs)
+    save_figure(p_values, docs.with_suffix(".png"))
   return summary
 
 
@@ -221,6 +223,9 @@ def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, f
     f"{summary['killed']} of {len(summary['mutants'])} are caught by one check or more, at p < {LEVEL:.0e}.",
     f"Exact rules ({', '.join(verify.RULES)}): {summary['tests_of_exact_rules']} checks, "
     f"{sum(map(len, summary['false_alarms'].values()))} false alarms.",
+    *_found_in_samples(summary),
+    "",
+    "![A map of the p-values](mutants.png)",
     "",
     "| | check | |",
     "|---|---|---|",
@@ -238,10 +243,23 @@ def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, f
   ]  # fmt: skip
   for m in summary["mutants"]:
     marks = [_mark(p) for p in p_values[m["name"]].values()]
-    lines.append(f"| {m['name']} | {m['description']} | {' | '.join(marks)} | {_tokens(m)} |")
+    described_fault = m["description"].replace("|", "\\|")
+    lines.append(f"| {m['name']} | {described_fault} | {' | '.join(marks)} | {_tokens(m)} |")
   if processes.first():
     with report.replacing(path) as temporary:
       temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _found_in_samples(summary: Mapping[str, Any]) -> list[str]:
+  """How many of the faults that samples could show the audit has found in them."""
+  tokens = [m["tokens"] for m in summary["mutants"] if m["visible"] and m["tokens"]]
+  if not tokens:
+    return []
+  found, same = (sum(bool(each[name]) for each in tokens) for name in ("needed", "unchanged"))
+  return [
+    f"Of {len(tokens)} that samples could show, the audit of a real model's found {found}; {same} changed no text of "
+    f"that model; {len(tokens) - found - same} take more tokens than it got, or directions that no score points in.",
+  ]
 
 
 def _mark(p_value: float | None) -> str:
