@@ -52,7 +52,9 @@ PROMPTS = [(1,), (0, 2, 1, 0), (2, 2, 0, 1, 0, 1, 2)]
 LOSSLESS = [name for name, rule in verify.RULES.items() if rule.lossless]
 
 
-@pytest.mark.parametrize(("gamma", "one_hot"), [*((gamma, False) for gamma in range(5)), (1, True), (4, True)])
+@pytest.mark.parametrize(
+  ("gamma", "one_hot"), [*((gamma, False) for gamma in range(5)), (1, True), (2, True), (4, True)]
+)
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_joint_law(rule, gamma, one_hot):
   """Every pair of target and draft under every warp, for prompts of three lengths, with and without a stop token."""
