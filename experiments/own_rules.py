@@ -50,7 +50,6 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
     data, model = config.mesh
     mesh = sharding.mesh(data=data, model=model)
     sampled, drafts = sharding.shard(target, mesh), sharding.shard(drafter, mesh)
-  fetch = processes.whole if config.mesh else np.asarray
 
   def sample(rule: str, index: int) -> dict[str, Any]:
     start = time.perf_counter()
@@ -65,7 +64,7 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
       verifier=rule,
       eos_id=eos_ids,
     )
-    result = jax.tree.map(fetch, result)
+    result = jax.tree.map(processes.whole, result)
     made = [row[a:b] for row, a, b in zip(result.tokens, lengths, result.lengths, strict=True)]
     counts = {name: int(getattr(result.stats, name).sum()) for name in ("drafted", "accepted", "rounds", "generated")}
     return {"tokens": made, "seconds": time.perf_counter() - start, **counts}

@@ -90,8 +90,13 @@ def gather(value: Any) -> list[Any]:
 
 
 def whole(array: Any) -> np.ndarray:
-  """All of an array that may be split over the devices of several processes; all call it, at the same point."""
-  return multihost_utils.process_allgather(array, tiled=True) if several() else np.asarray(array)
+  """All of an array that may be split over the devices of several processes; all call it, at the same point.
+
+  An array that lies on this process's devices alone is whole already.
+  """
+  if several() and not array.is_fully_addressable:
+    return multihost_utils.process_allgather(array, tiled=True)
+  return np.asarray(array)
 
 
 def require_same(what: str, value: Mapping[str, Any]) -> None:

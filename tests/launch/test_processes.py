@@ -35,6 +35,7 @@ def run(config):
   process = int(os.environ["SPECJAX_PROCESS"])
   given = kept.item("given", lambda: process + 40)
   target, draft = models()
+  assert processes.whole(jax.numpy.arange(3)).tolist() == [0, 1, 2]  # its own, and not that of each process in turn
   texts = {"one device": np.asarray(generate(target, None).tokens).tolist() if process == 0 else []}
   by_process = np.array(jax.devices()).reshape(2, 4)
   meshes = {
