@@ -95,24 +95,20 @@ def measure(
   exchanges = [item for item in program.in_round if item.collective and not item.optional]
   others = [item for item in exchanges if not _wide(item, d_model)]
   parts = {"draft": program.draft, "target": program.target, "filters": program.filters}
-  figures = {name: {"count": part.count, "bytes": _bytes(part)} for name, part in parts.items()}
+  figures = {name: {"count": part.count, "bytes": part.payload} for name, part in parts.items()}
   figures["rest"] = {
     key: value - figures["draft"][key] - figures["target"][key]
-    for key, value in {"count": program.round.count, "bytes": _bytes(program.round)}.items()
+    for key, value in {"count": program.round.count, "bytes": program.round.payload}.items()
   }
   return {
     "parts": figures,
     "count": program.round.count,
-    "bytes": _bytes(program.round),
+    "bytes": program.round.payload,
     "kinds": program.round.collectives,
     "activations": sum(item.payload * item.runs(1) for item in exchanges if _wide(item, d_model)),
     "longest": max(shape.dims[-1] if shape.dims else 1 for item in others for shape in item.instruction.outputs),
     "host": [item.instruction.name for item in program.in_round if _of_host(item)],
   }
-
-
-def _bytes(part: aot.Cost) -> int:
-  return sum(size for _, size in part.collectives.values())
 
 
 def _wide(item: Item, d_model: int) -> bool:

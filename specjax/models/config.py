@@ -79,6 +79,11 @@ class DecoderConfig:
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.")
 
+  @property
+  def num_ids(self) -> int:
+    """Ids that stand for tokens: the vocabulary without its padding."""
+    return self.vocab_size - self.vocab_padding
+
 
 def widened(config: DecoderConfig, kv_repeats: int = 1, vocab_size: int | None = None) -> DecoderConfig:
   """The same function with sizes that devices divide: of the model as its checkpoint has it, or another width of it.
@@ -86,7 +91,7 @@ def widened(config: DecoderConfig, kv_repeats: int = 1, vocab_size: int | None =
   kv_repeats: each key and value head is held so many times, side by side. vocab_size: the ids added have logits of
   -inf. The defaults give the checkpoint's own sizes.
   """
-  own_heads, own_ids = config.num_kv_heads // config.kv_repeats, config.vocab_size - config.vocab_padding
+  own_heads, own_ids = config.num_kv_heads // config.kv_repeats, config.num_ids
   size = own_ids if vocab_size is None else vocab_size
   return dataclasses.replace(
     config, num_kv_heads=own_heads * kv_repeats, kv_repeats=kv_repeats, vocab_size=size, vocab_padding=size - own_ids

@@ -112,7 +112,7 @@ def _read(checkpoint: Checkpoint, config: DecoderConfig, names: list[str], index
     start = index[0].start - first * depth * repeats
     return _repeat_heads(heads, depth, repeats)[start : start + index[0].stop - index[0].start]
   if module in ("embed", "head") and config.vocab_padding:
-    ids = config.vocab_size - config.vocab_padding
+    ids = config.num_ids
     rows = np.zeros([axis.stop - axis.start for axis in index], np.float32)
     if (real := min(index[0].stop, ids) - index[0].start) > 0:
       rows[:real] = tensor((slice(index[0].start, index[0].start + real), *index[1:]))
@@ -167,7 +167,7 @@ def _canonical(apply: Apply, params: Any, name: str) -> Any:
     heads = value.reshape(-1, c.head_dim, *value.shape[1:])
     value = heads[:: c.kv_repeats].reshape(-1, *value.shape[1:])
   if module in ("embed", "head") and c.vocab_padding:
-    value = value[: c.vocab_size - c.vocab_padding]
+    value = value[: c.num_ids]
   return value
 
 

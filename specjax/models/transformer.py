@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
     logits = ops.matmul(x, weight[...], self.options).astype(jnp.float32)
     if self.config.vocab_padding:
       ids = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-      logits = jnp.where(ids < self.config.vocab_size - self.config.vocab_padding, logits, -jnp.inf)
+      logits = jnp.where(ids < self.config.num_ids, logits, -jnp.inf)
     return logits[:, :width], {"k": k, "v": v}
 
 

@@ -12,6 +12,7 @@ import scipy.stats
 import tqdm
 
 from specjax.language_model import LanguageModel
+from specjax.numerics.divergence import has_law
 from specjax.numerics.graphs import (
   REFERENCE,
   Graph,
@@ -198,7 +199,7 @@ class Reference:
       shape = len(tokens) - 1, num_ids(self._model)
       file = np.memmap(pathlib.Path(self._folder.name) / str(i), dtype, "w+", shape=shape)
       self._logits.append(collect(feed(prepared, self._graph, tokens), file))
-      broken = np.flatnonzero([not _is_law(row) for row in self._logits[-1]])
+      broken = np.flatnonzero(~has_law(self._logits[-1]))
       if broken.size:
         self.__exit__()
         raise ValueError(
@@ -237,10 +238,6 @@ class Reference:
       form=form(self._model),
       backend=jax.default_backend(),
     )
-
-
-def _is_law(logits: np.ndarray) -> bool:
-  return bool(np.isfinite(logits.max()) and not np.isnan(logits).any())
 
 
 def _dtype(graph: Graph) -> Any:

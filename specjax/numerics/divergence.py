@@ -50,9 +50,14 @@ def shared_noise(log_p: Any, log_q: Any) -> Shared:
   return Shared((p * lost).sum(-1), 1 - lost)
 
 
+def has_law(logits: np.ndarray) -> np.ndarray:
+  """bool[...] of logits[..., V]: whether none is NaN or +inf, and some token is possible."""
+  return np.isfinite(logits.max(-1, initial=-np.inf))  # NaN is its own maximum
+
+
 def _law(name: str, value: Any) -> np.ndarray:
   log_p = np.asarray(value, np.float64)
-  if not log_p.ndim or not log_p.size or np.isnan(log_p).any() or not np.isfinite(log_p.max(-1)).all():
+  if not log_p.ndim or not log_p.size or not has_law(log_p).all():
     raise ValueError(f"{name}, of shape {log_p.shape}, holds no law: it must be [..., V], each with a finite maximum.")
   return scipy.special.softmax(log_p, axis=-1)
 

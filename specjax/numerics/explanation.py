@@ -18,7 +18,7 @@ from jax import Array
 
 from specjax import checks, keys, warp
 from specjax.language_model import LanguageModel
-from specjax.numerics.divergence import first_difference, shared_noise
+from specjax.numerics.divergence import first_difference, has_law, shared_noise
 from specjax.numerics.graphs import REFERENCE, Graph, check_tokens, feed, prepare, unavailable
 from specjax.numerics.measure import difference
 from specjax.numerics.runs import Run
@@ -179,7 +179,7 @@ def judge(
   for name, z in zip(("the reference", "run a's graph", "run b's graph"), (r, *own), strict=True):
     if z.ndim != 1 or z.shape != r.shape:
       raise ValueError(f"{name} gives logits of shape {z.shape}; all must be float[V], the reference's are {r.shape}.")
-    if np.isnan(z).any() or np.isposinf(z).any() or not np.isfinite(z).any():
+    if not has_law(z):
       raise ValueError(f"{name} gives logits that are not finite at token {at}: there is no law to explain by.")
     if (lost := np.flatnonzero(np.isneginf(z) != np.isneginf(r))).size:
       raise ValueError(
@@ -190,7 +190,7 @@ def judge(
       raise ValueError(f"run {name}'s token {run.tokens[at]} is outside the vocabulary, 0 to {len(r) - 1}.")
   evidence = tuple(_evidence(run, at, r, z) for run, z in zip(runs, own, strict=True))
   faulty = tuple(i for i in (0, 1) if not evidence[i].possible)
-  decided = all(run.greedy for run in runs) or (_share_noise(*runs) and _same_warp(*runs))
+  decided = all(run.greedy for run in runs) or (_share_noise(*runs) and run_a.warp == run_b.warp)
   return Explanation(
     kind=FAULT if faulty else NUMERICS if decided else DRAW,
     at=at,
@@ -259,7 +259,7 @@ def _last(model: LanguageModel, graph: Graph, tokens: np.ndarray, prompt_length:
 
 def _evidence(run: Run, at: int, r: np.ndarray, z: np.ndarray) -> Evidence:
   token = int(run.tokens[at])
-  temperature = 1.0 if run.greedy else float(np.asarray(run.warp.temperature, np.float32))
+  temperature = 1.0 if run.greedy else float(run.warp.temperature)
   scores, error = r / temperature, float(np.abs(difference(z, r)).max()) / temperature
   law, graph_law = _law(run, r), _law(run, z)
   noise = None if run.key is None or run.greedy else _noise(run, at, len(r))
@@ -350,10 +350,6 @@ def _share_noise(a: Run, b: Run) -> bool:
   return bool(same and np.array_equal(jax.random.key_data(a.key), jax.random.key_data(b.key)))
 
 
-def _same_warp(a: Run, b: Run) -> bool:
-  return all(np.float32(x) == np.float32(y) for x, y in zip(vars(a.warp).values(), vars(b.warp).values(), strict=True))
-
-
 def _differs(runs: Sequence[Run], logits: Sequence[np.ndarray]) -> float | None:
   if all(run.greedy for run in runs):
     return None
@@ -380,7 +376,7 @@ def _numerics(runs: Sequence[Run], evidence: Sequence[Evidence]) -> str:
 
 
 def _draw(runs: Sequence[Run]) -> str:
-  if all(run.greedy == runs[0].greedy for run in runs) and not _same_warp(*runs):
+  if all(run.greedy == runs[0].greedy for run in runs) and runs[0].warp != runs[1].warp:
     return "the runs were asked for different laws, and each has its token."
   if any(run.greedy for run in runs):
     return "one run takes the best token, the other draws; its law has the token that it drew."

@@ -176,7 +176,7 @@ def check_tokens(model: LanguageModel, tokens: Any) -> np.ndarray:
 
 def num_ids(model: LanguageModel) -> int:
   """V: tokens of the vocabulary, without those that `specjax.sharding.shard` pads it with."""
-  return model.vocab_size - (model.apply.config.vocab_padding if isinstance(model.apply, Apply) else 0)
+  return model.apply.config.num_ids if isinstance(model.apply, Apply) else model.vocab_size
 
 
 def unavailable(model: LanguageModel, graph: Graph, num_tokens: int, prompt_length: int = 1) -> str | None:

@@ -26,7 +26,7 @@ class Run:
   """One generation.
 
   prompt: int32[P], P >= 1. tokens: int32[N], generated, the stop token included.
-  warp: the law it was asked for; fields are scalars.
+  warp: the law it was asked for; its fields are float32 and int32 values, as Python numbers.
   graph: how its logits were computed; None where that is not known, as for another engine. Of an engine that computes
     in bfloat16, `Graph(activations="bfloat16")` says at least that.
   key: the row's key, if every token was drawn as argmax(log p + g) with Gumbel noise g of that key and the token's
@@ -62,7 +62,7 @@ class Run:
 
   @property
   def greedy(self) -> bool:
-    return float(np.asarray(self.warp.temperature)) == 0
+    return float(self.warp.temperature) == 0
 
   @classmethod
   def from_result(
@@ -89,7 +89,7 @@ class Run:
       cls(
         prompt=tokens[b, : ends[b] - generated[b]],
         tokens=tokens[b, ends[b] - generated[b] : ends[b]],
-        warp=Warp(**{name: value[b].item() for name, value in vars(settings).items()}),
+        warp=Warp(**{name: value[b] for name, value in vars(settings).items()}),
         graph=dataclasses.replace(graph, row=b),
         key=row_keys[b],
       )

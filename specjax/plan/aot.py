@@ -133,6 +133,11 @@ class Cost:
   def count(self) -> int:
     return sum(count for count, _ in self.collectives.values())
 
+  @property
+  def payload(self) -> int:
+    """Bytes of the collectives' results."""
+    return sum(size for _, size in self.collectives.values())
+
   def floor(self, chip: Chip) -> float:
     """Seconds: the longer of memory and matrix units, and the links behind that. Waiting costs nothing here."""
     share = 1 / chip.devices
