@@ -150,8 +150,13 @@ class Lab:
       crossed = found.evidence.crossed if found.evidence else None
       if found.ok is False or crossed:
         return {"needed": crossed or text.num_tokens, "tokens": text.num_tokens, "unchanged": False}
-      if 2 * text.num_tokens > self.config.tokens:
+      if 2 * len(samples) * int(self.limits.sum()) > self.config.tokens:
         return {"needed": None, "tokens": text.num_tokens, "unchanged": False}
+
+  @property
+  def limits(self) -> np.ndarray:
+    """int[B]: ragged, since a result ends with the longest, whatever went on behind it."""
+    return self.config.new_tokens - np.arange(len(self.prompts)) % 5
 
   @functools.cached_property
   def sound(self) -> Sequence[Any]:
@@ -170,19 +175,21 @@ class Lab:
       "min_p": np.zeros(rows, np.float32),
     }
     warp = Warp(**fields)
-    result = engine(
+    run = engine.trace(
       self.target,
       specjax.ModelDrafter(self.draft),
       tokens,
       key=jax.random.key(config.seed + 1 + index),
       prompt_lengths=lengths,
-      max_new_tokens=config.new_tokens,
+      max_new_tokens=self.limits,
       num_draft_tokens=config.num_draft_tokens,
       warp=warp,
       eos_id=self.eos_ids,
       max_length=slots(width, width + config.new_tokens, config.num_draft_tokens),
     )
-    return Samples.from_result(result, lengths), warp
+    labelled = sum(int(info.num_emitted.sum()) for info in run.rounds) == int((run.result.lengths - lengths).sum())
+    rounds = run.rounds if labelled else None  # a fault may tell of tokens that it cuts off
+    return Samples.from_result(run.result, lengths, rounds=rounds, max_new_tokens=self.limits), warp
 
 
 def _tokens(entry: Mapping[str, Any]) -> str:

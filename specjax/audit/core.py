@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from specjax import checks
-from specjax.audit import stats, where
+from specjax.audit import dependence, stats, where
 from specjax.audit.report import LogprobCheck, Report, Support, conclude
 from specjax.audit.samples import Samples
 from specjax.audit.scores import Moments, Scores, score
 from specjax.language_model import LanguageModel
 from specjax.warp import DEFAULT_WARP, Warp
 
-DIRECTIONS = ("surprise", "draft", "argmax", "repeat", "copy", "stop")
+DIRECTIONS = ("surprise", "draft", "argmax", "repeat", "copy", "echo", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def judge(
 ) -> Report:
   """The report on scores that are at hand already. Main tests and parts of the samples share alpha."""
   inside, greedy = np.isfinite(scores.log_p), bool((np.asarray(warp.temperature) == 0).all())
-  moments = {name: scores.moments[name] for name in DIRECTIONS if name in scores.moments}
+  moments = {name: scores.moments[name] for name in DIRECTIONS if name in scores.moments} | _dependence(samples, scores)
   moments = {name: Moments(*(x[inside] for x in m)) for name, m in moments.items()}
   partitions = [dataclasses.replace(g, codes=g.codes[inside]) for g in where.groupings(samples)]
   free = moments["argmax"].variance > 0
@@ -118,6 +118,8 @@ def judge(
       contrast=where.sharpest_contrast(partitions, moments, alpha, noise.drift),
       support=_support(samples, scores, noise, greedy),
       behind_stop=_behind_stop(samples, stop_ids),
+      beyond_limit=_beyond_limit(samples),
+      ended_early=_ended_early(samples, stop_ids),
       evidence=stats.evidence(moments, alpha, noise.drift) if inside.any() else None,
       logprobs=_logprobs(samples, scores, noise),
       draft_logprobs_off=_draft_logprobs_off(samples, scores, noise),
@@ -164,25 +166,25 @@ def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power) -> t
     noise = NOISE[noise]
   if draft is not None:
     checks.models(draft, None, 0)
-    if not checks.vocabularies_match(draft.vocab_size, target.vocab_size):
-      raise ValueError(f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}.")
+    if not checks.vocabularies_match(draft.num_ids, target.num_ids):
+      raise ValueError(f"the draft model has {draft.num_ids} tokens, the target {target.num_ids}.")
   if rule not in (None, "token"):
     raise ValueError(f"rule={rule!r} is unknown; allowed: 'token', or None where acceptance is not to be judged.")
   if rule and (draft is None or samples.labels is None):
     raise ValueError("rule='token' needs the draft model and samples with labels.")
   for i, (prompt, tokens) in enumerate(zip(samples.prompts, samples.tokens, strict=True)):
     for what, ids in (("prompts", prompt), ("tokens", tokens)):
-      bad = np.flatnonzero((ids < 0) | (ids >= target.vocab_size))
+      bad = np.flatnonzero((ids < 0) | (ids >= target.num_ids))
       if bad.size:
         raise ValueError(
-          f"{what}[{i}][{bad[0]}]={ids[bad[0]]} is outside the target's vocabulary, 0 to {target.vocab_size - 1}: "
+          f"{what}[{i}][{bad[0]}]={ids[bad[0]]} is outside the target's vocabulary, 0 to {target.num_ids - 1}: "
           "was another tokenizer used?"
         )
     for what, model in (("target", target), ("draft model", draft)):
       limit = None if model is None else model.context_length
       if limit is not None and len(prompt) + len(tokens) > limit:
         raise ValueError(f"generation {i} has {len(prompt) + len(tokens)} tokens, the {what}'s context holds {limit}.")
-  stop_ids = np.unique(checks.stop_ids(eos_id, target.vocab_size))
+  stop_ids = np.unique(checks.stop_ids(eos_id, target.num_ids))
   return checks.warp_settings(warp, len(samples.tokens)), stop_ids, noise
 
 
@@ -222,9 +224,36 @@ def _support(samples: Samples, scores: Scores, noise: Noise, greedy: bool) -> Su
   )
 
 
+def _dependence(samples: Samples, scores: Scores) -> dict[str, Moments]:
+  """The draft score once more, weighted by what earlier draws tell of one that shares their u."""
+  if scores.log_q is None:
+    return {}
+  with np.errstate(invalid="ignore"):
+    leaning = np.nan_to_num(scores.log_q.astype(np.float64) - scores.log_p, nan=0.0)
+  weights = {"serial": dependence.serial(samples, leaning), "across": dependence.across(samples, leaning)}
+  return {name: stats.weighted(scores.moments["draft"], w) for name, w in weights.items() if w is not None}
+
+
 def _behind_stop(samples: Samples, stop_ids: np.ndarray) -> int:
   """Generations that go on behind a stop token."""
   return sum(bool(np.isin(tokens[:-1], stop_ids).any()) for tokens in samples.tokens) if stop_ids.size else 0
+
+
+def _beyond_limit(samples: Samples) -> int:
+  """Generations with more tokens than they were allowed."""
+  return 0 if samples.max_new_tokens is None else int((_lengths(samples) > samples.max_new_tokens).sum())
+
+
+def _ended_early(samples: Samples, stop_ids: np.ndarray) -> int:
+  """Generations that end before their limit, and with no stop token. Without stop tokens nobody knows."""
+  if samples.max_new_tokens is None or not stop_ids.size:
+    return 0
+  stopped = np.array([bool(np.isin(tokens[-1:], stop_ids).any()) for tokens in samples.tokens])
+  return int(((_lengths(samples) < samples.max_new_tokens) & ~stopped).sum())
+
+
+def _lengths(samples: Samples) -> np.ndarray:
+  return np.array([len(tokens) for tokens in samples.tokens])
 
 
 def _logprobs(samples: Samples, scores: Scores, noise: Noise) -> LogprobCheck | None:

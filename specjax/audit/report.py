@@ -30,12 +30,19 @@ MEANINGS = {
   ("repeat", -1): "recent tokens come back too rarely: a repetition penalty, or a stale cache",
   ("copy", 1): "generations of one prompt copy each other: random bits are shared",
   ("copy", -1): "generations of one prompt avoid each other",
+  ("echo", 1): "generations made together repeat each other's tokens: random bits are shared",
+  ("echo", -1): "generations made together avoid each other's tokens",
+  ("serial", 1): "tokens lean towards the drafter where an accepted one before them did: tests of a round share a u",
+  ("serial", -1): "tokens lean away from the drafter where an accepted one before them leaned to it",
+  ("across", 1): "tokens lean towards the drafter where those of other rows do: rows share the u of their tests",
+  ("across", -1): "tokens lean away from the drafter where those of other rows lean to it",
   ("stop", 1): "stop tokens come too often",
   ("stop", -1): "stop tokens come too rarely: are they left out of the samples, or overrun?",
   ("rank", 1): "the law's quantiles are not hit evenly",
 }  # fmt: skip
 READINGS = {
   "label": "the step that draws these is wrong, the others are right",
+  "after": "what such a token leaves behind is wrong: caches, positions, or bits that serve twice",
   "row": "a batching fault: positions, masks or caches of rows get mixed up",
   "position": "what changes along a generation is wrong: caches, positions, or how the prompt is read",
   "context": "what changes with the length of the context is wrong: position ids, a window, the end of a buffer",
@@ -81,7 +88,8 @@ class Report:
   tests, skipped: the main tests, and the scores with too few tokens for one. temperature_scale: mean variance of the
     surprise: a relative error of e in the temperature moves the mean surprise by about e times this.
   rule_tests: of token verification's own laws; no evidence against the text.
-  parts, contrast: where. support, behind_stop: what can't be. evidence: the e-process. logprobs: of the engine.
+  parts, contrast: where. support, behind_stop, beyond_limit, ended_early: what can't be. evidence: the e-process.
+  logprobs: of the engine.
   draft_logprobs_off: share of the engine's draft log-probabilities that are not the draft model's; like `rule_tests`.
   """
 
@@ -99,6 +107,8 @@ class Report:
   contrast: Contrast | None
   support: Support
   behind_stop: int
+  beyond_limit: int
+  ended_early: int
   evidence: Evidence | None
   logprobs: LogprobCheck | None
   draft_logprobs_off: float | None
@@ -189,6 +199,10 @@ def _proofs(report: Report) -> list[str]:
     )
   if report.behind_stop:
     out.append(f"{report.behind_stop} generations go on behind a stop token.")
+  if report.beyond_limit:
+    out.append(f"{report.beyond_limit} generations have more tokens than they were allowed (max_new_tokens).")
+  if report.ended_early:
+    out.append(f"{report.ended_early} generations end before their limit, and with no stop token.")
   check = report.logprobs
   if check is not None and min(check.off_warped, check.off_raw) > 0.01:
     what = "are all the same number" if check.all_equal else "are not those of these tokens under the target"
@@ -265,6 +279,8 @@ def place(grouping: str, groups: Sequence[str]) -> str:
   """Words for some groups of a grouping: "rows 1 to 3", "bonus tokens"."""
   if grouping == "label":
     return f"{groups[0]} tokens"
+  if grouping == "after":
+    return f"tokens behind {groups[0]} ones"
   if grouping == "time":
     return f"the {' and the '.join(groups)} of the samples"
   first, last = groups[0].split(" to ")[0], groups[-1].split(" to ")[-1]

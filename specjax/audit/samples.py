@@ -17,6 +17,7 @@ from specjax.files import replacing
 from specjax.result import SampleResult
 
 LABELS = ("accepted", "residual", "bonus")
+_PER_GENERATION = {"rows": "row", "max_new_tokens": "max_new_tokens"}  # and their names in a line
 _PER_TOKEN = ("labels", "logprobs", "draft_logprobs")
 
 
@@ -47,7 +48,8 @@ class Samples:
 
   prompts: N arrays int32[P_i], one token or more each.
   tokens: N arrays int32[n_i], the generated tokens, the stop token included; a generation may be empty.
-  rows: int32[N], the row of its batch that each generation was.
+  rows: int32[N], the row of its batch that each generation was; within a batch they go up.
+  max_new_tokens: int32[N], how many tokens each was allowed.
   labels: N arrays of n_i words: what each token was in its round. "accepted": a draft that was kept; "residual": drawn
     where a draft was rejected; "bonus": drawn where nothing was drafted; "" where it isn't known.
   logprobs: N arrays float[n_i], the engine's own log-probability of each token.
@@ -61,6 +63,7 @@ class Samples:
   prompts: Sequence[Any]
   tokens: Sequence[Any]
   rows: Any = None
+  max_new_tokens: Any = None
   labels: Sequence[Any] | None = None
   logprobs: Sequence[Any] | None = None
   draft_logprobs: Sequence[Any] | None = None
@@ -73,18 +76,19 @@ class Samples:
     set_field("prompts", tuple(_ids(f"prompts[{i}]", value) for i, value in enumerate(self.prompts)))
     set_field("tokens", tuple(_ids(f"tokens[{i}]", value) for i, value in enumerate(self.tokens)))
     count = len(self.prompts)
-    for name in ("tokens", "rows", *_PER_TOKEN):
+    for name in ("tokens", *_PER_GENERATION, *_PER_TOKEN):
       value = getattr(self, name)
       if value is not None and len(value) != count:
         raise ValueError(f"{name} has {len(value)} entries, prompts has {count}; there must be one a generation.")
     for i, prompt in enumerate(self.prompts):
       if not len(prompt):
         raise ValueError(f"prompts[{i}] is empty; it must hold one token or more, such as the beginning-of-text token.")
-    if self.rows is not None:
-      rows = _ids("rows", self.rows)
-      if (rows < 0).any():
-        raise ValueError(f"rows[{int(np.argmin(rows))}]={rows.min()} must be 0 or more.")
-      set_field("rows", rows)
+    for name in _PER_GENERATION:
+      if getattr(self, name) is not None:
+        values = _ids(name, getattr(self, name))
+        if (values < 0).any():
+          raise ValueError(f"{name}[{int(np.argmin(values))}]={values.min()} must be 0 or more.")
+        set_field(name, values)
     for name in _PER_TOKEN:
       if getattr(self, name) is not None:
         set_field(name, tuple(self._per_token(name, i, value) for i, value in enumerate(getattr(self, name))))
@@ -104,7 +108,7 @@ class Samples:
       raise ValueError(f"{where} must hold numbers, one a token.") from None
 
   def __repr__(self) -> str:
-    more = [name for name in ("rows", *_PER_TOKEN) if getattr(self, name) is not None]
+    more = [name for name in (*_PER_GENERATION, *_PER_TOKEN) if getattr(self, name) is not None]
     return f"Samples({len(self.tokens)} generations, {self.num_tokens:,} tokens{''.join(f', {name}' for name in more)})"
 
   @property
@@ -114,11 +118,16 @@ class Samples:
 
   @classmethod
   def from_result(
-    cls, result: SampleResult, prompt_lengths: ArrayLike, *, rounds: Sequence[Round] | None = None
+    cls,
+    result: SampleResult,
+    prompt_lengths: ArrayLike,
+    *,
+    rounds: Sequence[Round] | None = None,
+    max_new_tokens: ArrayLike | None = None,
   ) -> "Samples":
     """The generations of one batch of `specjax.sample`; row b is generation b.
 
-    prompt_lengths: int32[B], or a scalar.
+    prompt_lengths: int32[B], or a scalar. max_new_tokens: the same, of the call.
     rounds: what `specjax.step` returned in every round of that batch, for the labels.
     """
     tokens, logprobs, ends = (np.asarray(value) for value in (result.tokens, result.logprobs, result.lengths))
@@ -128,6 +137,7 @@ class Samples:
       prompts=[row[:start] for row, (start, _) in zip(tokens, pairs, strict=True)],
       tokens=[row[start:end] for row, (start, end) in zip(tokens, pairs, strict=True)],
       rows=np.arange(len(ends)),
+      max_new_tokens=None if max_new_tokens is None else np.broadcast_to(np.asarray(max_new_tokens), ends.shape),
       labels=None if rounds is None else _labels(rounds, len(ends)),
       logprobs=[row[start:end] for row, (start, end) in zip(logprobs, pairs, strict=True)],
     )
@@ -142,7 +152,7 @@ class Samples:
       values = [getattr(part, name) for part in parts]
       return None if any(value is None for value in values) else [entry for value in values for entry in value]
 
-    fields = {name: joined(name) for name in ("rows", *_PER_TOKEN)}
+    fields = {name: joined(name) for name in (*_PER_GENERATION, *_PER_TOKEN)}
     from_text = any(part.from_text for part in parts)
     return cls(joined("prompts") or [], joined("tokens") or [], **fields, from_text=from_text)
 
@@ -150,8 +160,9 @@ class Samples:
   def read(cls, path: str | os.PathLike[str], tokenizer: Encoder | None = None) -> "Samples":
     """Reads JSONL: an object a line with "prompt_tokens" and "tokens", or, with a tokenizer, "prompt" and "text".
 
-    Optional: "row", and lists with an entry a token: "labels", "logprobs", "draft_logprobs"; in all lines or in none.
-    Ids are to be preferred. Text is encoded again, prompt and all, and may come out as other ids than were drawn.
+    Optional: "row", "max_new_tokens", and lists with an entry a token: "labels", "logprobs", "draft_logprobs"; in all
+    lines or in none. Ids are to be preferred. Text is encoded again, prompt and all, and may come out as other ids than
+    were drawn.
 
     Raises ValueError, with the number of the line, for what can't be read, and for text whose encoding does not begin
     with its prompt's or does not decode to the same text: the tokenizer is another one then, or the prompt ends in the
@@ -171,7 +182,7 @@ class Samples:
     if not entries:
       raise ValueError(f"{os.fspath(path)} holds no generations: it must have a JSON object a line.")
     fields: dict[str, list | None] = {}
-    for name, key in (("rows", "row"), *((name, name) for name in _PER_TOKEN)):
+    for name, key in (_PER_GENERATION | dict(zip(_PER_TOKEN, _PER_TOKEN, strict=True))).items():
       values = [entry.get(key) for entry in entries]
       missing = [i for i, value in enumerate(values) if value is None]
       if missing and len(missing) < len(values):
@@ -190,8 +201,9 @@ class Samples:
 
   def _line(self, index: int) -> dict[str, Any]:
     line: dict[str, Any] = {"prompt_tokens": self.prompts[index].tolist(), "tokens": self.tokens[index].tolist()}
-    if self.rows is not None:
-      line["row"] = int(self.rows[index])
+    for name, key in _PER_GENERATION.items():
+      if (values := getattr(self, name)) is not None:
+        line[key] = int(values[index])
     for name in _PER_TOKEN:
       if (values := getattr(self, name)) is not None:
         # JSON knows no NaN.

@@ -10,7 +10,7 @@ Arrays over the vocabulary exist for one chunk of positions at a time and never 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 import tqdm
 from jax import Array, lax
 
+from specjax.audit.dependence import ALIGNED, EARLIER, aligned_choices, earlier_choices
 from specjax.audit.samples import Samples
 from specjax.language_model import LanguageModel, fit_vocabulary, run, take_window
 from specjax.warp import Warp, log_probs
@@ -26,7 +27,6 @@ from specjax.warp import Warp, log_probs
 SURPRISE_CLIP = 12.0  # nats; a score with a bound can be bet on
 DRAFT_CLIP = 3.0
 REPEAT_WINDOW = 16  # tokens back
-EARLIER = 4  # choices of earlier generations with the same text so far
 LEAST_SLOTS = 128
 MOST_ROWS = 512  # a batch
 CHUNK = 32  # positions a pass
@@ -76,6 +76,7 @@ class Batch:
   lengths: Any  # int32[B]
   first: Any  # int32[B], length of the prompt
   earlier: Any  # int32[B, L, EARLIER], what earlier generations with the same text so far drew next, or -1
+  aligned: Any  # int32[B, L, ALIGNED], what earlier ones of the same batch drew at the same draw, or -1
   warp: Warp  # fields [B]
   stop_ids: Any  # int32[E]
 
@@ -118,7 +119,7 @@ def _batches(
   lengths = np.array([len(p) + len(t) for p, t in zip(samples.prompts, samples.tokens, strict=True)])
   order = np.argsort(lengths, kind="stable")
   order = order[[len(samples.tokens[i]) > 0 for i in order]]
-  earlier = earlier_choices(samples)
+  earlier, aligned = earlier_choices(samples), aligned_choices(samples)
   slots = np.maximum(LEAST_SLOTS, 1 << np.ceil(np.log2(lengths + 1)).astype(int))
   rows = 1 << (max(1, VOCABULARY_FLOATS // (CHUNK * target.vocab_size)).bit_length() - 1)
   rows = min(rows, MOST_ROWS, 8 ** math.ceil(math.log(max(len(order), 1), 8)))
@@ -128,11 +129,13 @@ def _batches(
       members = bucket[at : at + rows]
       padded = np.resize(members, rows)  # the last batch repeats rows; nobody reads them
       tokens = np.zeros((rows, size), np.int32)
-      choices = np.full((rows, size, EARLIER), -1, np.int32)
+      choices, neighbours = (np.full((rows, size, count), -1, np.int32) for count in (EARLIER, ALIGNED))
       for row, i in enumerate(padded):
+        generated = slice(len(samples.prompts[i]), lengths[i])
         tokens[row, : lengths[i]] = np.concatenate([samples.prompts[i], samples.tokens[i]])
+        neighbours[row, generated] = aligned[i]
         if i in earlier:
-          choices[row, len(samples.prompts[i]) : lengths[i]] = earlier[i]
+          choices[row, generated] = earlier[i]
       yield (
         members,
         Batch(
@@ -140,31 +143,11 @@ def _batches(
           lengths=lengths[padded].astype(np.int32),
           first=np.array([len(samples.prompts[i]) for i in padded], np.int32),
           earlier=choices,
+          aligned=neighbours,
           warp=jax.tree.map(lambda field, padded=padded: np.asarray(field)[padded], warp),
           stop_ids=stop_ids,
         ),
       )
-
-
-def earlier_choices(samples: Samples) -> dict[int, np.ndarray]:
-  """For generations whose prompt came before: int32[n_i, EARLIER], the latest different tokens that earlier generations
-  with the same prompt and the same tokens so far drew at each position; -1 where there were fewer."""
-  roots: dict[bytes, int] = {}
-  children: dict[tuple[int, int], int] = {}  # (node, token) -> node: a tree of the texts so far
-  latest: dict[int, list[int]] = {}  # node -> tokens, the latest last
-  out = {}
-  for i, (prompt, tokens) in enumerate(zip(samples.prompts, samples.tokens, strict=True)):
-    known = prompt.tobytes() in roots
-    node = roots.setdefault(prompt.tobytes(), len(roots) + len(children))
-    choices = np.full((len(tokens), EARLIER), -1, np.int32)
-    for at, token in enumerate(tokens.tolist()):
-      seen = latest.get(node, [])
-      choices[at, : len(seen)] = seen
-      latest[node] = [*(t for t in seen if t != token), token][-EARLIER:]
-      node = children.setdefault((node, token), len(roots) + len(children))
-    if known:
-      out[i] = choices
-  return out
 
 
 @functools.partial(jax.jit, static_argnames="expected")
@@ -183,10 +166,12 @@ def _score_batch(target: LanguageModel, draft: LanguageModel | None, batch: Batc
     back = positions[:, :, None] - jnp.arange(REPEAT_WINDOW)[None, None]
     recent = jnp.take_along_axis(batch.tokens[:, :, None], jnp.maximum(back, 0).reshape(rows, -1, 1), axis=1)
     recent = jnp.where(back >= 0, recent.reshape(back.shape), -1)
-    earlier = jnp.stack([take_window(batch.earlier[:, :, i], start + 1, CHUNK) for i in range(EARLIER)], axis=-1)
-    scores = score_positions(
-      logits, draft_logits, drawn, recent, earlier, batch.stop_ids, batch.warp, expected=expected
+    earlier, aligned = (
+      jnp.stack([take_window(ids[:, :, i], start + 1, CHUNK) for i in range(ids.shape[-1])], axis=-1)
+      for ids in (batch.earlier, batch.aligned)
     )
+    watched = {"repeat": recent, "copy": earlier, "echo": aligned}
+    scores = score_positions(logits, draft_logits, drawn, watched, batch.stop_ids, batch.warp, expected=expected)
     return scores, cache, draft_cache
 
   caches = tuple(() if model is None else model.init_cache(model.params, rows, slots) for model in (target, draft))
@@ -224,8 +209,7 @@ def score_positions(
   logits: Array,
   draft_logits: Array | None,
   drawn: Array,
-  recent: Array,
-  earlier: Array,
+  watched: Mapping[str, Array],
   stop_ids: Array,
   warp: Warp,
   *,
@@ -233,7 +217,7 @@ def score_positions(
 ) -> Scores:
   """Scores [B, T] of drawn[B, T] under the law of logits[B, T, V] warped.
 
-  recent: int32[B, T, K], tokens just before; earlier: int32[B, T, R]; -1 in both stands for none. stop_ids: int32[E].
+  watched: int32[B, T, K], ids of which each is a score's event; -1 stands for none. stop_ids: int32[E].
   """
   log_p, p = _law(logits, warp)
   drafted = None if draft_logits is None else _law(fit_vocabulary(draft_logits, logits.shape[-1]), warp)
@@ -264,8 +248,7 @@ def score_positions(
   moments = {
     "surprise": bounded(jnp.minimum(-log_p, SURPRISE_CLIP), p, 0.0, SURPRISE_CLIP),
     "argmax": membership(_argmax(logits)[..., None]),
-    "repeat": membership(recent),
-    "copy": membership(earlier),
+    **{name: membership(ids) for name, ids in watched.items()},
   }
   if stop_ids.shape[0]:
     moments["stop"] = membership(jnp.broadcast_to(stop_ids[None, None], (*drawn.shape, stop_ids.shape[0])))

@@ -90,6 +90,18 @@ def z_and_p(total: ArrayLike, variance: ArrayLike, third: ArrayLike, allowed: Ar
   return sign * z, np.minimum(1.0, 2 * tolerant)
 
 
+def weighted(moments: Moments, weights: np.ndarray) -> Moments:
+  """Of the score times weights[n], which the past decides."""
+  low, high = weights * moments.low, weights * moments.high
+  return Moments(
+    deviation=weights * moments.deviation,
+    variance=weights**2 * moments.variance,
+    third=weights**3 * moments.third,
+    low=np.minimum(low, high),
+    high=np.maximum(low, high),
+  )
+
+
 def is_testable(moments: Moments) -> bool:
   """Whether the sum has enough tokens that matter for its law to be known."""
   return bool(known(moments.variance.sum(dtype=np.float64), moments.third.sum(dtype=np.float64)))

@@ -1,4 +1,5 @@
-"""Where in the samples a deviation lies: by what a token was in its round, row, position, context and time.
+"""Where in the samples a deviation lies: by what a token was in its round, and the one before it, row, position,
+context and time.
 
 Only groups that the past decides are formed: inside one of them every score keeps its mean under the null. That a draft
 was accepted is no such group: accepted tokens follow norm(min(p, q)) and residual ones norm(max(p - q, 0)), neither of
@@ -14,7 +15,7 @@ import numpy as np
 import scipy.stats
 
 from specjax.audit import stats
-from specjax.audit.samples import Samples
+from specjax.audit.samples import LABELS, Samples
 from specjax.audit.scores import Moments
 
 MOST_ROWS = 16  # rows shown one by one; more are put in bins
@@ -75,6 +76,9 @@ def groupings(samples: Samples) -> list[Grouping]:
     labels = np.concatenate(samples.labels)
     codes = np.select([labels == "bonus", labels != ""], [1, 0], -1)
     out.append(Grouping("label", ("tested (accepted or residual)", "bonus"), codes, ordered=False))
+    before = np.where(position > 0, np.roll(labels, 1), "")
+    codes = np.select([before == label for label in LABELS], range(len(LABELS)), -1)
+    out.append(Grouping("after", LABELS, codes, ordered=False))
   if samples.rows is not None:
     rows = samples.rows[generation]
     values = np.unique(samples.rows)

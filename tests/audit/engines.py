@@ -99,6 +99,6 @@ def part(of: Samples, keep) -> Samples:
   index = np.arange(len(of.tokens))[keep]
   fields = {
     name: [getattr(of, name)[i] for i in index] if getattr(of, name) is not None else None
-    for name in ("prompts", "tokens", "rows", "labels", "logprobs", "draft_logprobs")
+    for name in ("prompts", "tokens", "rows", "max_new_tokens", "labels", "logprobs", "draft_logprobs")
   }
   return Samples(**fields)

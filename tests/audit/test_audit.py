@@ -26,7 +26,9 @@ def test_a_right_engine_shows_no_sign():
   assert report.verdict.startswith("NO SIGN OF A FAULT in 20,480 tokens")
   assert not report.findings
   assert report.evidence.crossed is None
-  assert {t.name for t in report.tests} == {"surprise", "draft", "argmax", "repeat", "copy", "rank"}
+  assert {t.name for t in report.tests} == {
+    "surprise", "draft", "argmax", "repeat", "copy", "echo", "serial", "across", "rank",
+  }  # fmt: skip
   assert {t.name for t in report.rule_tests} == {"acceptance", "accepted", "residual"}
   assert all(t.adjusted > 1e-3 for t in (*report.tests, *report.rule_tests))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.audit import Samples, scores
+from specjax.audit import Samples, dependence, scores
 from specjax.audit.scores import Moments
 from tests.audit.engines import draft, part, samples, target
 
@@ -18,6 +18,7 @@ LOGITS, DRAFT_LOGITS = (3 * RNG.standard_normal((B, T, V)).astype(np.float32) fo
 DRAWN = RNG.integers(0, V, (B, T)).astype(np.int32)
 RECENT = np.array([[[1, 2, 1, -1]] * T, [[3, 3, 3, 3]] * T], np.int32)
 EARLIER = np.array([[[4, -1]] * T, [[-1, -1]] * T], np.int32)
+WATCHED = {"repeat": RECENT, "copy": EARLIER, "echo": EARLIER[..., ::-1]}
 STOPS = np.array([0, 5], np.int32)
 
 
@@ -40,7 +41,7 @@ def moments(f, p, x):
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 4}])
 def test_moments_are_exact(settings):
   warp = specjax.Warp(**settings).per_row(B)
-  got = jax.device_get(SCORE(LOGITS, DRAFT_LOGITS, DRAWN, RECENT, EARLIER, STOPS, warp))
+  got = jax.device_get(SCORE(LOGITS, DRAFT_LOGITS, DRAWN, WATCHED, STOPS, warp))
   for b, t in np.ndindex(B, T):
     p, q, x = law(LOGITS[b, t], **settings), law(DRAFT_LOGITS[b, t], **settings), DRAWN[b, t]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -50,6 +51,7 @@ def test_moments_are_exact(settings):
         "argmax": (np.arange(V) == p.argmax()) * 1.0,
         "repeat": np.isin(np.arange(V), RECENT[b, t]) * 1.0,
         "copy": np.isin(np.arange(V), EARLIER[b, t]) * 1.0,
+        "echo": np.isin(np.arange(V), EARLIER[b, t]) * 1.0,
         "stop": np.isin(np.arange(V), STOPS) * 1.0,
         "draft": ratio,
       }
@@ -79,7 +81,7 @@ def test_excess_over_top_p():
   logits[..., :4] = np.log(p)
   drawn = np.tile(np.array([[0, 2, 3]], np.int32), (B, 1))
   warp = specjax.Warp(top_p=0.7).per_row(B)
-  got = SCORE(logits, DRAFT_LOGITS, drawn, RECENT, EARLIER, STOPS, warp)
+  got = SCORE(logits, DRAFT_LOGITS, drawn, WATCHED, STOPS, warp)
   np.testing.assert_allclose(got.excess[0, 1:], [0.1, 0.25], atol=1e-6)
   np.testing.assert_allclose(got.margin[0], [0.0, math.log(0.3 / 0.15), math.log(0.3 / 0.05)], atol=1e-6)
   np.testing.assert_array_equal(np.isneginf(got.log_p[0]), [False, True, True])
@@ -115,7 +117,7 @@ def test_scores_come_in_the_order_of_the_samples():
 
 def test_earlier_choices():
   made = Samples([[1], [2], [1], [1], [1]], [[5, 6, 7], [5, 6], [5, 8], [5, 6, 9], [4, 6]])
-  choices = scores.earlier_choices(made)
+  choices = dependence.earlier_choices(made)
   assert set(choices) == {2, 3, 4}  # the others' prompts are new
   seen = {i: [sorted(t for t in row if t >= 0) for row in choices[i].tolist()] for i in choices}
   assert seen[2] == [[5], [6]]
@@ -130,7 +132,8 @@ def test_no_array_over_positions_and_vocabulary():
     tokens=np.zeros((rows, slots), np.int32),
     lengths=np.full(rows, slots, np.int32),
     first=np.ones(rows, np.int32),
-    earlier=np.zeros((rows, slots, scores.EARLIER), np.int32),
+    earlier=np.zeros((rows, slots, dependence.EARLIER), np.int32),
+    aligned=np.zeros((rows, slots, dependence.ALIGNED), np.int32),
     warp=specjax.Warp(top_p=0.9).per_row(rows),
     stop_ids=np.zeros(1, np.int32),
   )
