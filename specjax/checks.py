@@ -78,7 +78,7 @@ def request(
   row_key(key, batch)
   warp = warp_settings(warp, batch)
   lengths = _lengths(prompt_lengths, batch, width)
-  _range("prompt_tokens", _inside(prompts, lengths), 0, target.vocab_size - 1, "the target's vocabulary")
+  _range("prompt_tokens", _inside(prompts, lengths), 0, target.num_ids - 1, "the target's vocabulary")
   max_new = _max_new_tokens(max_new_tokens, batch, width)
   longest = None if isinstance(max_new, jax.core.Tracer) else width + int(np.max(max_new, initial=0))
   max_length = _max_length(max_length, longest, width, gamma, chunk)
@@ -87,7 +87,7 @@ def request(
   limit = lengths + max_new
   for what, model in _models(target, drafter):
     _context(what, model, limit)
-  stops = stop_ids(eos_id, target.vocab_size)
+  stops = stop_ids(eos_id, target.num_ids)
   # One type for all, so that it decides about no program; padding that int32 can't hold may wrap around.
   pad = (jnp if isinstance(prompts, jax.core.Tracer) else np).pad
   tokens = pad(prompts.astype(np.int32), ((0, 0), (0, max_length - width)))
@@ -211,9 +211,9 @@ def _drafter(target: LanguageModel, drafter: Any) -> None:
     raise TypeError(f"{type(drafter).__name__}.model is None; it must be a specjax.LanguageModel: load it first.")
   for _, draft in _models(target, drafter)[1:]:
     count("the draft model's vocab_size", draft.vocab_size, 1)
-    if not vocabularies_match(draft.vocab_size, target.vocab_size):
+    if not vocabularies_match(draft.num_ids, target.num_ids):
       raise ValueError(
-        f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}: they must share a tokenizer "
+        f"the draft model has {draft.num_ids} tokens, the target {target.num_ids}: they must share a tokenizer "
         "(sizes may differ by padding to a multiple of a power of two)."
       )
     own, mesh = (getattr(model.placement, "mesh", None) for model in (draft, target))
@@ -348,13 +348,13 @@ def row_key(key: Array, batch: int) -> None:
     raise ValueError(f"key has shape {key.shape}; allowed: a single key, or one key for each of {batch} rows.")
 
 
-def stop_ids(eos_id: int | Sequence[int] | None, vocab_size: int) -> np.ndarray:
+def stop_ids(eos_id: int | Sequence[int] | None, num_ids: int) -> np.ndarray:
   """eos_id as int32[E]."""
   ids = () if eos_id is None else tuple(eos_id) if np.iterable(eos_id) and not isinstance(eos_id, str) else (eos_id,)
   for token in ids:
     if isinstance(token, bool | np.bool_) or not isinstance(token, numbers.Integral):
       raise TypeError(f"eos_id={eos_id!r} must be an int, a sequence of ints, or None.")
-  return _range("eos_id", np.array(ids, object), 0, vocab_size - 1, "the target's vocabulary")
+  return _range("eos_id", np.array(ids, object), 0, num_ids - 1, "the target's vocabulary")
 
 
 def _at_row(row: int, values: np.ndarray) -> str:

@@ -39,7 +39,7 @@ def row_error(target: LanguageModel, batch: int, max_length: int, num_draft_toke
       f"max_length={max_length} must be at least {2 * width}: two passes of num_draft_tokens + 1 tokens."
     )
   count = min(3 * width, max_length - width)  # positions
-  text = random.integers(0, target.vocab_size, (batch, count), np.int32)
+  text = random.integers(0, target.num_ids, (batch, count), np.int32)
   last = max_length - count - width  # the pass behind it must fit
   placed = np.linspace(0, last, batch).astype(np.int32)
 
@@ -49,7 +49,7 @@ def row_error(target: LanguageModel, batch: int, max_length: int, num_draft_toke
       advance = min(advance, count - at)
       if advance == 0:
         break
-      garbage = random.integers(0, target.vocab_size, (batch, width - advance), np.int32)
+      garbage = random.integers(0, target.num_ids, (batch, width - advance), np.int32)
       fed = np.concatenate([text[:, at : at + advance], garbage], axis=1)
       found, cache = _pass(target, jnp.asarray(fed), cache, jnp.asarray(starts + at))
       out.append(np.asarray(found)[:, :advance])

@@ -37,7 +37,8 @@ class LanguageModel:
   context_length: the longest sequence the model can represent; None if it has no limit.
   tokenizer_hash: identifies the tokenizer where known, so that a drafter with another one is refused.
   placement: where it lies on a mesh; of `specjax.sharding.shard`, which reads the logical axes of arrays, such as
-    P("heads", "embed"), from methods `apply.axes(params)` and `init_cache.axes(cache)` where they exist.
+    P("heads", "embed"), from methods `apply.axes(params)` and `init_cache.axes(cache)` where they exist, and from
+    `apply.num_ids` how many of the V ids are no padding.
 
   Two models are compiled once if their functions are equal, so build the functions once a configuration, not once a
   model.
@@ -51,6 +52,11 @@ class LanguageModel:
   context_length: int | None = dataclasses.field(default=None, metadata={"static": True})
   tokenizer_hash: str | None = dataclasses.field(default=None, metadata={"static": True})
   placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})
+
+  @property
+  def num_ids(self) -> int:
+    """Ids that stand for tokens, the first ones of V: without those that a vocabulary is padded with for a mesh."""
+    return getattr(self.apply, "num_ids", self.vocab_size)
 
   def __repr__(self) -> str:
     """A summary: the arrays would fill a notebook."""

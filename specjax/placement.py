@@ -4,6 +4,7 @@ A model that `specjax.sharding.shard` has placed carries a `Placement`; the samp
 rows, laws and caches belong. This module knows no model and moves no weights.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -99,3 +100,14 @@ class Placement:
 def with_auto_axes(mesh: Mesh) -> Mesh:
   """The same devices under axes of type Auto."""
   return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def on_auto_axes(tree: Any) -> tuple[Any, Callable[[], contextlib.AbstractContextManager]]:
+  """Arrays of one place under mesh axes of type Auto, not copied, and the context in which to compute with them."""
+  leaves = jax.tree.leaves(tree)
+  sharding = leaves[0].sharding if leaves and isinstance(leaves[0], jax.Array) else None
+  if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)):
+    return tree, contextlib.nullcontext
+  mesh = with_auto_axes(sharding.mesh)
+  moved = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), tree)
+  return moved, lambda: jax.set_mesh(mesh)

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from specjax.draft.base import Drafter
 from specjax.language_model import LanguageModel
 from specjax.models import orbax
 from specjax.models.transformer import Apply
-from specjax.placement import with_auto_axes
+from specjax.placement import on_auto_axes
 from specjax.sampler import SpecState, init, state_specs
 
 _MARK = "specjax_state"
@@ -28,23 +28,33 @@ _MARK = "specjax_state"
 def save_state(state: SpecState, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
   """Writes a state of `init` or `step` as an orbax checkpoint, a directory; whole or not at all.
 
-  Every process calls it and writes its own parts. Raises ValueError where `path` exists already, unless `overwrite`.
+  Every process calls it and writes its own parts. overwrite: puts it in the place of a checkpoint, which is there until
+  the new one is: a call that is killed leaves one whole, at `path`, or at `path`.old. Only in a bucket the old one is
+  deleted first. Raises TypeError for what is no state, and ValueError where `path` exists already unless `overwrite`.
   """
+  if not isinstance(state, SpecState):
+    raise TypeError(f"state must be a specjax.SpecState, of specjax.init or step, got {type(state).__name__}.")
   (batch, max_length), gamma = state.tokens.shape, state.tested.shape[-1]
   about = {"batch": batch, "max_length": max_length, "num_draft_tokens": gamma, "stops": state.stop_ids.shape[-1],
            "key": str(jax.random.key_impl(state.key))}  # fmt: skip
-  orbax.write(path, {name: leaf for name, leaf in _named(state).items() if leaf.size}, {_MARK: about}, overwrite)
+  orbax.write(path, {name: leaf for name, leaf in _named(state).items() if leaf.size}, _MARK, about, overwrite)
 
 
 def load_state(path: str | os.PathLike[str], target: LanguageModel, drafter: Drafter | None) -> SpecState:
   """The state that `save_state` wrote, placed for this target and drafter, which go on with it by `step`.
 
-  They must be the models it was made with, in the same form (`scan_layers`); the mesh may be another one, or none.
-  Raises FileNotFoundError or ValueError for a directory that is no such checkpoint, a damaged one, or one of models of
-  other sizes, all of which are listed.
+  They must be the models it was made with, in the same form (`scan_layers`); the mesh may be another one, or none. What
+  shows in a state is checked, not their weights, which it doesn't hold. Raises FileNotFoundError or ValueError for a
+  directory that is no such checkpoint, a damaged one, or one of models of other sizes, all of which are listed.
   """
-  about, saved = orbax.read_about(path, _MARK, "specjax.save_state")
+  names = ("batch", "max_length", "num_draft_tokens", "stops", "key")
+  about, saved = orbax.read_about(path, _MARK, "specjax.save_state", names)
   batch, gamma = about["batch"], about["num_draft_tokens"]
+  if target.placement is not None and batch % (parts := target.placement.parts("batch")):
+    raise ValueError(
+      f"{path} has {batch} rows, which {parts} devices can't share evenly: place the models on a mesh with another "
+      f"axis for rows than in {dict(target.placement.mesh.shape)}."
+    )
 
   def start(target: LanguageModel, drafter: Drafter | None, key: Array) -> SpecState:
     return init(
@@ -70,9 +80,14 @@ def load_state(path: str | os.PathLike[str], target: LanguageModel, drafter: Dra
     shape = leaf.shape if name == "key" else saved[name].shape
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=_dividing(place, shape))
 
-  found = orbax.read(path, {name: stored(leaf, name, place) for name, leaf, place, _ in leaves if leaf.size})
+  abstract = {name: stored(leaf, name, place) for name, leaf, place, _ in leaves if leaf.size}
+  found = orbax.read(path, abstract, about["checksums"])
+  if (largest := int(found["tokens"].max())) >= target.num_ids:
+    raise ValueError(
+      f"{path} is of another target: it holds the token {largest}, this one has {target.num_ids} tokens."
+    )
   restored = [
-    _with_heads(found[name], leaf.shape, place, own)
+    _with_heads(path, name, found[name], leaf.shape, place, own)
     if leaf.size
     else jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), place)
     for name, leaf, place, own in leaves
@@ -128,17 +143,22 @@ def _dividing(place: Sharding, shape: tuple[int, ...]) -> Sharding:
   )
 
 
-def _with_heads(value: Array, shape: tuple[int, ...], place: Sharding, own: int | None) -> Array:
-  """A cache with each head repeated as often as `shape` has it."""
+def _with_heads(path: Any, name: str, value: Array, shape: tuple[int, ...], place: Sharding, own: int | None) -> Array:
+  """A cache with each head repeated as often as `shape` has it; raises ValueError unless it was one's own repeated."""
   if value.shape == shape:
     return value
   assert own is not None
   before, after = value.shape[-3] // own, shape[-3] // own
-  index = np.arange(shape[-3]) // after * before
-  if not isinstance(place, NamedSharding):
-    return jax.device_put(jnp.take(value, index, axis=-3), place)
-  assert isinstance(place.mesh, Mesh)
-  mesh = with_auto_axes(place.mesh)  # whatever types the axes have, or those of the mesh that is set
-  take = jax.jit(lambda value: jnp.take(value, index, axis=-3), out_shardings=NamedSharding(mesh, place.spec))
-  with jax.set_mesh(mesh):
-    return jax.device_put(take(jax.device_put(value, _dividing(NamedSharding(mesh, place.spec), value.shape))), place)
+
+  @jax.jit
+  def repeated(value: Array) -> tuple[Array, Array]:
+    each = value.reshape(*value.shape[:-3], own, before, *value.shape[-2:])
+    apart = jnp.abs(each - each[..., :1, :, :]).max()  # a product may round its columns differently
+    return jnp.repeat(each[..., 0, :, :], after, axis=-3), apart <= 0.02 * jnp.abs(each).max()
+
+  moved, context = on_auto_axes(value)
+  with context():
+    heads, same = repeated(moved)
+  if not same:
+    raise ValueError(f"{path} is of another target or drafter: {name} has more than {own} heads of keys and values.")
+  return jax.device_put(heads, place)

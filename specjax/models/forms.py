@@ -4,7 +4,6 @@
 devices. Nothing here reads a file or runs a model.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from specjax.language_model import LanguageModel
 from specjax.models.checkpoint import Checkpoint, Index
 from specjax.models.config import DecoderConfig, parameter_shapes, widened
 from specjax.models.ops import Options
 from specjax.models.transformer import DTYPES, Apply, language_model, skeleton
-from specjax.placement import Placement, rows_first, with_auto_axes
+from specjax.placement import Placement, on_auto_axes, rows_first
 
 # Weights that the CPU forms keep as one: two wide products take a tenth less time a token than five narrow ones.
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -136,7 +135,7 @@ def as_checkpoint(model: LanguageModel) -> Checkpoint:
     raise TypeError(f"{model!r} is not of the decoder family of specjax.models: its layers are not known.")
   config = widened(apply.config)
   shapes = parameter_shapes(config)
-  params, context = _on_auto_axes(model.params)
+  params, context = on_auto_axes(model.params)
 
   def tensor(name: str, index: Index | None = None) -> np.ndarray:
     with context():
@@ -207,17 +206,7 @@ def reform(model: LanguageModel, config: DecoderConfig, options: Options) -> Lan
   if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model.params)):
     params = jax.eval_shape(form, model.params)
   else:
-    params, context = _on_auto_axes(model.params)
+    params, context = on_auto_axes(model.params)
     with context():
       params = form(params)
   return language_model(config, options, params, model.tokenizer_hash)
-
-
-def _on_auto_axes(params: Any) -> tuple[Any, Callable[[], contextlib.AbstractContextManager]]:
-  """The same arrays under mesh axes of type Auto, and the context in which to compute with them."""
-  sharding = jax.tree.leaves(params)[0].sharding if isinstance(jax.tree.leaves(params)[0], jax.Array) else None
-  if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)):
-    return params, contextlib.nullcontext
-  mesh = with_auto_axes(sharding.mesh)
-  moved = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), params)  # no copies
-  return moved, lambda: jax.set_mesh(mesh)

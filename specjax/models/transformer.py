@@ -265,6 +265,10 @@ class Apply:
   def __call__(self, params: Any, tokens: Array, cache: Cache, start: Array) -> tuple[Array, Cache]:
     return nnx.merge(skeleton(self.config, self.options)[0], params)(tokens, cache, start)
 
+  @property
+  def num_ids(self) -> int:
+    return self.config.num_ids
+
   def axes(self, params: Any) -> Any:
     """Logical axes of every parameter: vocab, embed, heads, kv_heads, mlp, and layers where they are stacked.
 

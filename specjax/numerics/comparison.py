@@ -20,7 +20,6 @@ from specjax.numerics.graphs import (
   feed,
   first_line,
   form,
-  num_ids,
   prepare,
   unavailable,
 )
@@ -196,7 +195,7 @@ class Reference:
     prepared, dtype = prepare(self._model, self._graph), _dtype(self._graph)
     self._logits = []
     for i, tokens in enumerate(self._contexts):
-      shape = len(tokens) - 1, num_ids(self._model)
+      shape = len(tokens) - 1, self._model.num_ids
       file = np.memmap(pathlib.Path(self._folder.name) / str(i), dtype, "w+", shape=shape)
       self._logits.append(collect(feed(prepared, self._graph, tokens), file))
       broken = np.flatnonzero(~has_law(self._logits[-1]))

@@ -134,7 +134,7 @@ def explain(
     raise TypeError(f"explain takes two specjax.numerics.Run and a specjax.LanguageModel, got {kinds}.")
   if reference is not None and not isinstance(reference, Graph):
     raise TypeError(f"reference must be a specjax.numerics.Graph or None, got {type(reference).__name__}.")
-  runs, stops = (run_a, run_b), checks.stop_ids(eos_id, model.vocab_size)
+  runs, stops = (run_a, run_b), checks.stop_ids(eos_id, model.num_ids)
   _check(runs, model)
   at = first_difference(run_a.tokens, run_b.tokens)
   if at is None:

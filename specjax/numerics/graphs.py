@@ -166,17 +166,12 @@ def check_tokens(model: LanguageModel, tokens: Any) -> np.ndarray:
     raise ValueError(f"tokens has shape {array.shape}; it must be the ids of one context, int[T], T >= 2.")
   if not np.issubdtype(array.dtype, np.integer):
     raise TypeError(f"tokens has type {array.dtype}; it must hold integers.")
-  bad = np.flatnonzero((array < 0) | (array >= num_ids(model)))
+  bad = np.flatnonzero((array < 0) | (array >= model.num_ids))
   if bad.size:
-    raise ValueError(f"tokens[{bad[0]}]={array[bad[0]]} is outside the vocabulary, 0 to {num_ids(model) - 1}.")
+    raise ValueError(f"tokens[{bad[0]}]={array[bad[0]]} is outside the vocabulary, 0 to {model.num_ids - 1}.")
   if model.context_length is not None and len(array) > model.context_length:
     raise ValueError(f"tokens has {len(array)} ids; the model's context holds {model.context_length}.")
   return array.astype(np.int32)
-
-
-def num_ids(model: LanguageModel) -> int:
-  """V: tokens of the vocabulary, without those that `specjax.sharding.shard` pads it with."""
-  return model.apply.config.num_ids if isinstance(model.apply, Apply) else model.vocab_size
 
 
 def unavailable(model: LanguageModel, graph: Graph, num_tokens: int, prompt_length: int = 1) -> str | None:
@@ -291,7 +286,7 @@ def feed(
     with _precision(graph.precision), contextlib.nullcontext() if graph.jit else jax.disable_jit():
       out, cache = _pass(model, jnp.asarray(fed), cache, jnp.full(graph.batch, start, jnp.int32))
     if end == count:
-      yield np.arange(start, start + real), np.asarray(out[graph.row])[:real, : num_ids(model)]
+      yield np.arange(start, start + real), np.asarray(out[graph.row])[:real, : model.num_ids]
 
 
 def _num_slots(graph: Graph, num_tokens: int, prompt_length: int) -> int:
