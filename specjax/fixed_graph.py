@@ -33,6 +33,12 @@ def row_error(target: LanguageModel, batch: int, max_length: int, num_draft_toke
   Costs 5 (gamma + 1) passes or so, twice that for a single row, and a compilation. Raises ValueError where `max_length`
   has no room for two passes.
   """
+  return _trial(target, batch, max_length, num_draft_tokens)[0]
+
+
+def _trial(target: LanguageModel, batch: int, max_length: int, num_draft_tokens: int) -> tuple[float, bool]:
+  """`row_error`, and whether logits differed from position to position: those of zero weights don't, and prove nothing
+  of other weights."""
   width, random = num_draft_tokens + 1, np.random.default_rng(0)
   if max_length < 2 * width:
     raise ValueError(
@@ -56,20 +62,22 @@ def row_error(target: LanguageModel, batch: int, max_length: int, num_draft_toke
       at += advance
     return np.concatenate(out, axis=1)
 
-  errors = []
+  errors, varied = [], False
   for starts in [placed] if batch > 1 else [placed, placed + last]:
     one_by_one = logits([1] * count, starts)
+    varied |= bool((one_by_one != one_by_one[:1, :1]).any())
     for advances in [width] * count, random.integers(1, width + 1, count).tolist():
       other = logits(advances, starts)
       with np.errstate(invalid="ignore"):
         errors.append(np.abs(np.where(one_by_one == other, 0.0, one_by_one - other)).max(initial=0.0))
-  return float(max(errors, key=lambda error: (np.isnan(error), error)))
+  return float(max(errors, key=lambda error: (np.isnan(error), error))), varied
 
 
 def require_row_independence(target: LanguageModel, batch: int, max_length: int, num_draft_tokens: int) -> None:
   """Raises RuntimeError where `row_error` finds a difference, since no fixed graph can then promise equal texts.
 
-  It is tried once for each function, shape and device. Values that are traced can't be tried; nothing is checked then.
+  It is tried once for each function, shape and device (again after a model whose logits are all the same). Values that
+  are traced can't be tried; nothing is checked then.
   Raises ValueError for a model whose logits are NaN.
   """
   leaves, tree = jax.tree.flatten(target)
@@ -78,9 +86,11 @@ def require_row_independence(target: LanguageModel, batch: int, max_length: int,
   placed = tuple((jnp.shape(leaf), str(jnp.result_type(leaf)), getattr(leaf, "sharding", None)) for leaf in leaves)
   key = tree, placed, batch, num_draft_tokens, max_length, jax.default_backend(), _precision()
   if key not in _found:
-    error = row_error(target, batch, max_length, num_draft_tokens)
+    error, varied = _trial(target, batch, max_length, num_draft_tokens)
     if np.isnan(error):  # says something of these values, nothing of the program
       raise ValueError("fixed_graph: the target's logits of random tokens are not finite numbers: some are NaN.")
+    if not varied:
+      return
     _found[key] = error
   if _found[key] != 0:
     raise RuntimeError(

@@ -170,6 +170,24 @@ def test_a_token_that_does_not_exist_is_no_difference_and_nan_is_no_verdict():
   assert np.asarray(call(tabular.from_table(np.broadcast_to(table, (1, 5, 4)))).tokens).max() < 3
 
 
+def test_a_model_of_zeros_vouches_for_none():
+  """Of the same functions and shapes: its rows are all the same, whatever a product does."""
+  model = decoder("float32")
+
+  def apply(params, tokens, cache, start):
+    logits, cache = model.apply(params, tokens, cache, start)
+    return logits.at[:, 1:].multiply(1 + 1e-5), cache
+
+  faulty = dataclasses.replace(model, apply=apply)
+  zeros = dataclasses.replace(faulty, params=jax.tree.map(jnp.zeros_like, model.params))
+  call = functools.partial(
+    specjax.sample, drafter=None, prompt_tokens=np.ones((1, 3), int), key=KEY, max_new_tokens=4, fixed_graph=True
+  )
+  call(zeros)
+  with pytest.raises(RuntimeError, match="a position's logits depend on the row"):
+    call(faulty)
+
+
 def test_wrong_values_are_refused():
   call = functools.partial(specjax.sample, decoder("float32"), None, np.ones((1, 3), int), key=KEY)
   with pytest.raises(TypeError, match="fixed_graph=1 must be True or False"):
