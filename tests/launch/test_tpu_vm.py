@@ -16,7 +16,8 @@ from tests.launch import clone
 TOY = """
 import os, pathlib, shutil, sys, time
 
-print("worker", os.environ["WORKER"], os.environ["SPECJAX_PROCESSES"], sys.argv[1:])
+seen = ["worker", os.environ["WORKER"], os.environ["SPECJAX_PROCESSES"], sys.argv[1:]]
+os.write(1, (" ".join(map(str, seen)) + "\\n").encode())  # at once: what workers say ends in one pipe
 if os.environ["WORKER"] == "0":
   cloud, items = pathlib.Path(os.environ["CLOUD"]), pathlib.Path("experiments/results/toy/items")
   items.parent.mkdir(parents=True, exist_ok=True)
