@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 import specjax
 from experiments import report
-from specjax import sharding
+from specjax import sharding, verify
 from specjax.models.config import DecoderConfig
 from specjax.models.ops import Options
 from specjax.models.transformer import abstract_decoder
@@ -27,14 +27,16 @@ from specjax.plan import aot
 from specjax.plan.hlo import Item
 
 HOST = ("infeed", "outfeed", "send", "recv")
+PROMPT_TOKENS, NEW_TOKENS, SLOTS = 16, 64, 128
 SETTINGS = ("vocab_size", "gamma", "rule", "split_draft")
 
 
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS) -> dict[str, Any]:
   """Compiles what is missing, prints the table, writes the files; returns name -> figures, as `measure` has them.
 
-  Raises ValueError where jax has fewer devices than the mesh takes.
+  Raises ValueError for a setting that can't be, and where jax has fewer devices than the mesh takes.
   """
+  _check(config)
   if (needed := config.data * config.model) > jax.device_count():
     raise ValueError(
       f"config.data={config.data} times config.model={config.model} takes {needed} devices, jax has "
@@ -52,6 +54,21 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   return found
 
 
+def _check(config: ml_collections.ConfigDict) -> None:
+  for name in ("data", "model", "rows", "layers", "d_model", "vocab_size", "gamma"):
+    if config[name] < 1:
+      raise ValueError(f"config.{name}={config[name]} must be 1 or more.")
+  for name in ("vocab_sizes", "gammas"):  # a figure each
+    if not config[name] or not all(type(value) is int and value >= 1 for value in config[name]):
+      raise ValueError(f"config.{name}={config[name]} must be one whole number or several, each 1 or more.")
+  if (gamma := max(config.gamma, *config.gammas)) > (most := SLOTS - PROMPT_TOKENS - NEW_TOKENS - 1):
+    raise ValueError(f"config.gamma and config.gammas may be {most} at most, given was {gamma}.")
+  if config.rows % config.data:
+    raise ValueError(f"config.rows={config.rows} can't be shared evenly by config.data={config.data} devices.")
+  if unknown := sorted(set(config.rules) - verify.RULES.keys()):
+    raise ValueError(f"config.rules has {unknown}; rules: {', '.join(verify.RULES)}.")
+
+
 def programs(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
   """Name -> settings of `measure`; the first is the usual one."""
   usual = {"vocab_size": config.vocab_size, "gamma": config.gamma, "rule": "token", "split_draft": False}
@@ -60,7 +77,7 @@ def programs(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
     | {f"{size:,} tokens": usual | {"vocab_size": size} for size in config.vocab_sizes}
     | {f"gamma {gamma}": usual | {"gamma": gamma} for gamma in config.gammas}
     | {f"{rule} rule": usual | {"rule": rule} for rule in config.rules}
-    | ({"draft split": usual | {"split_draft": True}} if config.split_draft else {})
+    | ({"draft split as the target is": usual | {"split_draft": True}} if config.split_draft else {})
   )
 
 
@@ -85,10 +102,10 @@ def measure(
   program = aot.compile_sample(
     sharding.shard(model(layers), mesh),
     sharding.shard(specjax.ModelDrafter(model(1)), mesh, rules),
-    prompt_tokens=16,
-    max_new_tokens=64,
+    prompt_tokens=PROMPT_TOKENS,
+    max_new_tokens=NEW_TOKENS,
     num_draft_tokens=gamma,
-    max_length=128,
+    max_length=SLOTS,
     batch=rows,
     verifier=rule,
   )
@@ -122,7 +139,8 @@ def _of_host(item: Item) -> bool:
 
 def _show(config: ml_collections.ConfigDict, found: Mapping[str, Mapping[str, Any]]) -> None:
   report.print_table(
-    f"A round on {config.data}x{config.model} devices, {config.rows} rows, {config.layers} layers of {config.d_model}: "
+    f"A round on {config.data}x{config.model} devices, {config.rows} rows, {config.layers} layers of {config.d_model}, "
+    f"{config.vocab_size:,} tokens, gamma {config.gamma}, token rule, unless the first column says otherwise: "
     "collectives, and bytes on each device",
     ("program", "collectives", "bytes", "of activations", "of laws", "draft", "filters, where used", "host calls"),
     [

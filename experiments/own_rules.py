@@ -21,6 +21,7 @@ import jax
 import ml_collections
 import numpy as np
 import tqdm
+from jax.sharding import Mesh
 
 import specjax
 from experiments import processes, report
@@ -36,19 +37,19 @@ from specjax.tasks.prompts import prompts, right_padded
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS) -> dict[str, Any]:
   """Samples until each rule has `config.tokens`, audits, prints a table; returns what results.json has as "summary".
 
-  Raises ValueError for a rule that is not one of the lossless ones, and for a mesh that does not take all devices.
+  Raises ValueError for a rule that is not one of the lossless ones, and for a mesh that does not take all devices or
+  can't share the rows.
   """
   lossless = [name for name, rule in verify.RULES.items() if rule.lossless]
   rules = list(config.rules or lossless)
   if unknown := sorted(set(rules) - set(lossless)):
     raise ValueError(f"config.rules has {unknown}; lossless rules: {', '.join(lossless)}.")
+  mesh = _mesh(config)
   kept = report.Run("own_rules", config, results)
   target, drafter, texts, eos_ids = _load(config)
   tokens, lengths = right_padded(texts, config.max_prompt_tokens)
   sampled, drafts = target, drafter
-  if config.mesh:
-    data, model = config.mesh
-    mesh = sharding.mesh(data=data, model=model)
+  if mesh is not None:
     sampled, drafts = sharding.shard(target, mesh), sharding.shard(drafter, mesh)
 
   def sample(rule: str, index: int) -> dict[str, Any]:
@@ -102,6 +103,21 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
   kept.finish(summary)
   _show(summary)
   return summary
+
+
+def _mesh(config: ml_collections.ConfigDict) -> Mesh | None:
+  """All devices; None for the default one."""
+  if not config.mesh:
+    return None
+  given, count = f"config.mesh={tuple(config.mesh)}", jax.device_count()
+  if len(config.mesh) != 2 or not all(type(size) is int and size >= 1 for size in config.mesh):
+    raise ValueError(f"{given} must be two whole numbers, 1 or more: devices for rows, and for parameters.")
+  data, model = config.mesh
+  if data * model != count:
+    raise ValueError(f"{given} takes {data * model} devices, and jax has {count}: it must take all of them.")
+  if config.rows % data:
+    raise ValueError(f"config.rows={config.rows} can't be shared evenly by the {data} devices for rows of {given}.")
+  return sharding.mesh(data=data, model=model)
 
 
 def _load(config: ml_collections.ConfigDict) -> tuple[LanguageModel, Drafter, list[list[int]], tuple[int, ...]]:

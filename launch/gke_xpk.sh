@@ -51,14 +51,15 @@ done
 
 needed() { [[ -n $2 ]] || fail "$1 is missing. See --help."; }
 
-[[ $action == list ]] || needed --name "$workload"
-[[ $action == logs ]] || { needed --cluster "$cluster" && needed --zone "$zone"; }
+[[ $action == list ]] || { needed --name "$workload" && cloud_name --name "$workload" 40; } # xpk's limits
+[[ $action == logs ]] || { needed --cluster "$cluster" && cloud_name --cluster "$cluster" 40 && needed --zone "$zone"; }
 if [[ $action == run ]]; then
   needed --type "$type"
   needed --results "$results"
   [[ $results == /* ]] || fail "--results=$results must be a path in the pods, such as /results."
   require_experiment "${1:-}"
-  whole_number --restarts "$restarts"
+  require_own_flags_first "$@"
+  whole_number --restarts "$restarts" 0
   whole_number --slices "$slices"
   require_commit
 else

@@ -33,6 +33,7 @@ whole_number --processes "$processes"
 whole_number --devices "$devices"
 whole_number --heartbeat "$heartbeat"
 require_experiment "${1:-}"
+require_own_flags_first "$@"
 
 port=PORT
 if [[ -z $dry_run ]]; then

@@ -47,10 +47,14 @@ if [[ $action != run ]]; then
   [[ $action == list || -n $job ]] || fail "--name=NAME is missing."
 else
   require_experiment "${1:-}"
+  require_own_flags_first "$@"
   job=${job:-specjax-$1}
   whole_number --nodes "$nodes"
   whole_number --gpus "$gpus"
 fi
+# It is the log's too, where Slurm has a meaning for %; and scancel takes several with commas.
+[[ $action == list || $job =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$ ]] ||
+  fail "--name=$job must be letters, digits, dots, dashes and underscores, 100 at most, starting with a letter or a digit."
 [[ -n $dry_run ]] || command -v sbatch >/dev/null || fail "sbatch is not on PATH: run it on a machine of the cluster."
 
 case $action in

@@ -64,12 +64,12 @@ done
 [[ -n $zone ]] || fail "--zone=ZONE is missing, such as --zone=us-central2-b."
 if [[ $action != list ]]; then
   [[ -n $tpu ]] || fail "--name=NAME is missing: any name for the TPU."
-  [[ $tpu =~ ^[a-z]([-a-z0-9]{0,60}[a-z0-9])?$ ]] ||
-    fail "--name=$tpu must be lower-case letters, digits and dashes, starting with a letter, not ending with a dash."
+  cloud_name --name "$tpu" 62
 fi
 if [[ $action == run ]]; then
   [[ -n $type ]] || fail "--type=TYPE is missing, such as --type=v5litepod-8."
   require_experiment "${1:-}"
+  require_own_flags_first "$@"
   attempts=${attempts:-$([[ -n $spot ]] && echo 10 || echo 1)}
   whole_number --attempts "$attempts"
   whole_number --fetch-every "$fetch_every"

@@ -89,7 +89,8 @@ class Placement:
         f"the model lies on a mesh of Explicit axes, {dict(self.mesh.shape)}, and no mesh is set: call within "
         "`with jax.set_mesh(mesh):`, or place the model on a mesh of Auto axes, as specjax.sharding.mesh makes them."
       )
-    if mesh.axis_names and dict(mesh.shape) != dict(self.mesh.shape):
+    # In order, too. That the devices are the same, which can't be seen while a program is traced, jax itself requires.
+    if mesh.axis_names and [*mesh.shape.items()] != [*self.mesh.shape.items()]:
       raise ValueError(
         f"the model lies on the mesh {dict(self.mesh.shape)}, but jax.set_mesh has set {dict(mesh.shape)}: set "
         "model.placement.mesh, or place the model on this one with specjax.sharding.shard."

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -44,6 +44,7 @@ AXES = ("batch", "vocab", "embed", "heads", "kv_heads", "mlp", "layers")
 RULES: Rules = {"batch": "data", "vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 DRAFT_RULES: Rules = {"batch": "data"}  # parameters whole everywhere: a draft pass then waits for no other device
 
+_WITH_ROWS = ("vocab", "kv_heads", "layers")  # axes of laws and caches beside `batch`
 _MULTIPLE = 128  # padded vocabularies are multiples of it, so that draws can be split in blocks
 
 Placeable = TypeVar("Placeable")
@@ -53,12 +54,16 @@ def mesh(*, data: int | None = None, model: int = 1, devices: Any = None, explic
   """A mesh of axes `data`, which rows are split over, and `model`, which parameters are.
 
   data: default: as many as the devices allow. devices: default: all. explicit: axes of type Explicit, in place of Auto.
-  Raises ValueError for sizes that don't make up the devices.
+  Raises TypeError for devices that are none, and ValueError for sizes that don't make up the devices.
   """
-  devices = jax.devices() if devices is None else list(devices)
+  devices = jax.devices() if devices is None else _check_devices(devices)
   for name, size in (("data", data), ("model", model)):
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
       raise ValueError(f"{name}={size!r} must be a whole number of devices, 1 or more.")
+  if data is None and len(devices) % model:
+    raise ValueError(
+      f"model={model} does not divide the {len(devices)} devices: choose a divisor, or pass devices=... to take others."
+    )
   data = len(devices) // model if data is None else data
   if data * model != len(devices):
     raise ValueError(f"data={data} times model={model} is not {len(devices)}, the number of devices: pass devices=....")
@@ -73,8 +78,8 @@ def shard(model: Placeable, mesh: Mesh, rules: Rules | None = None, *, axes: Any
     Parameters may be jax.ShapeDtypeStructs, to compile without weights.
   rules: logical axis -> mesh axis, several, or None (whole); names that are missing are whole. Default: `RULES` for a
     model and `DRAFT_RULES` for a drafter, as far as the mesh has their axes.
-  axes: logical axes of the parameters, a pytree of jax.P; default: what the model says. Parameters of a model that says
-    nothing are whole.
+  axes: logical axes of the parameters, a pytree of jax.P or one for all; default: what the model says. Parameters of a
+    model that says nothing are whole.
 
   Raises TypeError or ValueError for a mesh, rules or axes that can't be, and for more parts than heads.
   """
@@ -85,6 +90,7 @@ def shard(model: Placeable, mesh: Mesh, rules: Rules | None = None, *, axes: Any
     return dataclasses.replace(cast(Any, model), model=own(inner, defaults=DRAFT_RULES))
   if not callable(getattr(model, "propose", None)):
     raise TypeError(f"model must be a specjax.LanguageModel or a drafter, got {type(model).__name__}.")
+  place(mesh, {} if rules is None else rules)  # as wrong here as for a model
   return model
 
 
@@ -95,8 +101,8 @@ def _shard(model: LanguageModel, mesh: Mesh, rules: Rules | None, axes: Any, def
     model = reform(model, config, options)
   if axes is None:
     of = getattr(model.apply, "axes", None)
-    axes = jax.tree.map(lambda _: P(), model.params) if of is None else of(model.params)
-  shardings = placement.shardings(model.params, axes)
+    axes = P() if of is None else of(model.params)
+  shardings = placement.shardings(model.params, _check_axes(axes, model.params))
   return dataclasses.replace(model, params=jax.tree.map(put, model.params, shardings), placement=placement)
 
 
@@ -160,6 +166,15 @@ def _known(rules: Rules, mesh: Any) -> Rules:
   return known
 
 
+def _check_devices(devices: Any) -> list[Any]:
+  found = list(devices) if isinstance(devices, Iterable) else [devices]
+  if not all(hasattr(each, "device_kind") for each in found):
+    raise TypeError(f"devices={devices!r} must be a flat sequence of jax devices, such as jax.devices()[:4].")
+  if not found or len(set(found)) < len(found):
+    raise ValueError(f"devices={devices!r} must be one device or more, each of them once.")
+  return found
+
+
 def _check_mesh(mesh: Any) -> Mesh:
   if not isinstance(mesh, Mesh):
     raise TypeError(
@@ -170,6 +185,28 @@ def _check_mesh(mesh: Any) -> Mesh:
   return mesh
 
 
+def _check_axes(axes: Any, params: Any) -> Any:
+  """Known logical axes of every parameter, in the structure of the parameters."""
+  axes = jax.tree.map(lambda _: axes, params) if isinstance(axes, P) else axes
+  given = {jax.tree_util.keystr(path): spec for path, spec in jax.tree.leaves_with_path(axes)}
+  paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+  differ = [f"params{path} has none" for path in paths if path not in given]
+  differ += [f"axes{path} is for none" for path in given if path not in set(paths)]
+  if differ:
+    raise ValueError(
+      "axes must be a jax.P for each parameter, in the same structure, or one for all (jax.P() is whole): "
+      f"{', '.join(differ[:2])}{f', and {len(differ) - 2} more' if differ[2:] else ''}."
+    )
+  for path, spec in given.items():
+    if not isinstance(spec, P):
+      raise TypeError(f"axes{path}={spec!r} must be a jax.P of logical axes (jax.P() is whole).")
+    if unknown := [name for name in spec if name is not None and name not in AXES]:
+      raise ValueError(
+        f"axes{path}={spec} has unknown logical axes: {', '.join(map(repr, unknown))}. Known: {', '.join(AXES)}, None."
+      )
+  return jax.tree.unflatten(jax.tree.structure(params), [given[path] for path in paths])
+
+
 def _check_rules(rules: Any, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...]], ...]:
   if not isinstance(rules, Mapping):
     raise TypeError(f"rules must map logical axes to mesh axes, got {rules!r}: for example specjax.sharding.RULES.")
@@ -177,10 +214,21 @@ def _check_rules(rules: Any, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...]], .
     raise ValueError(f"rules name unknown logical axes: {', '.join(unknown)}. Known: {', '.join(AXES)}.")
   checked = {}
   for name, value in rules.items():
+    if not isinstance(value, str | tuple | list | None):
+      raise TypeError(f"rules split {name} over {value!r}: it must be a mesh axis, a tuple of them, or None (whole).")
     axes = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     if missing := [axis for axis in axes if axis not in mesh.axis_names]:
       raise ValueError(
         f"rules split {name} over {', '.join(map(repr, missing))}; the mesh has the axes {', '.join(mesh.axis_names)}."
       )
-    checked[name] = axes
-  return tuple(sorted((name, axes) for name, axes in checked.items() if math.prod(mesh.shape[a] for a in axes) > 1))
+    if len(set(axes)) < len(axes):
+      raise ValueError(f"rules split {name} over {axes}: each mesh axis can be used once.")
+    if math.prod(mesh.shape[axis] for axis in axes) > 1:
+      checked[name] = axes
+  for name in _WITH_ROWS:
+    if shared := set(checked.get(name, ())) & set(checked.get("batch", ())):
+      raise ValueError(
+        f"rules split batch and {name} over the same mesh axis, {', '.join(sorted(shared))}, but laws and caches have "
+        "both: give each a mesh axis of its own, or None."
+      )
+  return tuple(sorted(checked.items()))

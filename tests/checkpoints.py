@@ -150,17 +150,20 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def write(name: str, directory: str | os.PathLike[str]) -> None:
-  """Writes checkpoint `name`, a key of VARIANTS, into `directory`, which is created if need be."""
+def write(name: str, directory: str | os.PathLike[str], shards: int | None = None) -> None:
+  """Writes checkpoint `name`, a key of VARIANTS, into `directory`, which is created if need be.
+
+  shards: number of files; default: the variant's own.
+  """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   variant = VARIANTS[name]
   (directory / "config.json").write_text(json.dumps(dict(variant.config), indent=2, sort_keys=True) + "\n")
   weights = {tensor: value.astype(variant.dtype) for tensor, value in tensors(name).items()}
-  if variant.shards == 1:
+  if (shards := shards or variant.shards) == 1:
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
   else:
-    _write_shards(weights, directory, variant.shards)
+    _write_shards(weights, directory, shards)
 
 
 def tokens(name: str, batch: int = 2, length: int = 40) -> np.ndarray:

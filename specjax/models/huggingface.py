@@ -250,7 +250,10 @@ def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
     return [single]
   if not index.is_file():
     raise FileNotFoundError(f"{directory} has neither {single.name} nor {index.name}.")
-  files = sorted({directory / name for name in _read_json(index)["weight_map"].values()})
+  names = _read_json(index).get("weight_map")
+  if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+    raise ValueError(f"{index} has no weight_map, which must say for each tensor the file that holds it.")
+  files = sorted({directory / name for name in names.values()})
   if missing := [file.name for file in files if not file.is_file()]:
     raise FileNotFoundError(f"{index} names {len(missing)} files that are not there: {', '.join(missing)}.")
   return files

@@ -92,9 +92,25 @@ def test_own_rules_on_a_mesh(tmp_path):
   plain = own_rules.run(config, tmp_path / "one")
   config.mesh = (1, 1)
   assert own_rules.run(config, tmp_path / "mesh")["token"]["tests"] == plain["token"]["tests"]
-  config.mesh = (1, 3)
-  with pytest.raises(ValueError, match="data=1 times model=3 is not 1, the number of devices"):
-    own_rules.run(config, tmp_path / "more")
+
+
+@pytest.mark.parametrize(
+  ("mesh", "words"),
+  [
+    ((1, 3), r"config\.mesh=\(1, 3\) takes 3 devices, and jax has 1: it must take all of them"),
+    ((1,), r"config\.mesh=\(1,\) must be two whole numbers, 1 or more: devices for rows, and for parameters"),
+    ((1, 0), r"config\.mesh=\(1, 0\) must be two whole numbers"),
+    (("1", 1), r"config\.mesh=\('1', 1\) must be two whole numbers"),
+    ((3, 1), r"config\.rows=64 can't be shared evenly by the 3 devices for rows of config\.mesh=\(3, 1\)"),
+  ],
+)
+def test_own_rules_on_a_mesh_that_cannot_be(tmp_path, monkeypatch, mesh, words):
+  monkeypatch.setattr(own_rules, "_load", None)
+  monkeypatch.setattr(own_rules.jax, "device_count", lambda: 3 if mesh == (3, 1) else 1)
+  config = own_rules_config.get_config()
+  config.mesh = mesh
+  with pytest.raises(ValueError, match=words):
+    own_rules.run(config, tmp_path)
 
 
 def test_a_lossy_rule_is_refused(tmp_path):

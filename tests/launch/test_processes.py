@@ -12,14 +12,17 @@ import jax
 import pytest
 
 from experiments import processes
+from tests import checkpoints
 from tests.launch import clone
 
 # Compiled for speed of compiling: two processes on the machine of the tests.
 FLAGS = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 PARTS = ("__init__.py", "report.py", "processes.py")
 
-# 8 devices, 4 a process. The first mesh is two of each; parameters are split over processes in both.
+# 8 devices, 4 a process. The first mesh is two of each; parameters are split over processes in both. On the first they
+# are placed by `shard`; on the second each process reads its own parts from the files.
 GENERATIONS = """
+import functools
 import os
 
 import jax
@@ -27,24 +30,26 @@ import numpy as np
 
 import specjax
 from experiments import processes, report
-from tests.launch.generations import generate, models
+from tests.launch.generations import flatter, generate
 
 
 def run(config):
   kept = report.Run("toy", config)
   process = int(os.environ["SPECJAX_PROCESS"])
   given = kept.item("given", lambda: process + 40)
-  target, draft = models()
+  load = functools.partial(specjax.load_model, os.environ["MODEL"], dtype=np.float32, scan_layers=True)
+  target = load()
   assert processes.whole(jax.numpy.arange(3)).tolist() == [0, 1, 2]  # its own, and not that of each process in turn
   texts = {"one device": np.asarray(generate(target, None).tokens).tolist() if process == 0 else []}
   by_process = np.array(jax.devices()).reshape(2, 4)
-  meshes = {
-    "2 x 2": (specjax.sharding.mesh(model=4, devices=by_process[:, :2].ravel()), specjax.ModelDrafter(draft)),
-    "2 x 4": (specjax.sharding.mesh(data=2, model=4, devices=by_process.T.ravel()), specjax.NGramDrafter()),
+  meshes = [specjax.sharding.mesh(model=4, devices=each.ravel()) for each in (by_process[:, :2], by_process.T)]
+  models = {
+    "2 x 2": (specjax.sharding.shard(target, meshes[0]), specjax.ModelDrafter(flatter(target))),
+    "2 x 4": (load(mesh=meshes[1]), specjax.NGramDrafter()),
   }
-  for name, (mesh, drafter) in meshes.items():
+  for mesh, (name, (split, drafter)) in zip(meshes, models.items(), strict=True):
     assert len({device.process_index for device in mesh.devices[0]}) == 2
-    result = generate(specjax.sharding.shard(target, mesh), specjax.sharding.shard(drafter, mesh))
+    result = generate(split, specjax.sharding.shard(drafter, mesh))
     assert result.stats.accepted.sum() > 0
     texts[name] = processes.whole(result.tokens).tolist()
   kept.finish({"given": given, "texts": texts})
@@ -96,7 +101,8 @@ def with_config(root: pathlib.Path, gamma: str) -> pathlib.Path:
 
 def test_two_processes_write_what_one_device_does(tmp_path: pathlib.Path) -> None:
   root = with_config(clone.make(tmp_path, GENERATIONS, *PARTS), "4")
-  done = start(root)
+  checkpoints.write("qwen2", tmp_path / "model", shards=3)
+  done = start(root, MODEL=str(tmp_path / "model"))
   assert done.returncode == 0, done.stderr
   assert done.stdout == "said once\n"
   folder = tmp_path / "results" / "toy"

@@ -24,6 +24,9 @@ if sys.argv[2:] and sys.argv[2] == process:
 """
 
 
+GKE = ("--cluster=c", "--zone=z", "--type=v6e-8", "--results=/results")
+
+
 @pytest.fixture
 def root(tmp_path: pathlib.Path) -> pathlib.Path:
   return clone.make(tmp_path, TOY)
@@ -83,7 +86,7 @@ def test_multiprocess_dry_run_reads_back(root: pathlib.Path) -> None:
 
 def test_gke_ships_a_clean_clone_and_submits(root: pathlib.Path) -> None:
   (root / "launch" / "local.sh").write_text("changed here, and not committed")
-  flags = ("--name=pair", "--cluster=c", "--zone=z", "--type=v6e-8", "--results=/results", "--xpk-flag=--priority=high")
+  flags = ("--name=pair", *GKE, "--xpk-flag=--priority=high")
   done, calls = recorded(root, "gke_xpk.sh", "xpk", *flags, "toy", "a b")
   assert done.returncode == 0, done.stderr
   assert f"uncommitted changes stay here: {clone.commit(root)} is shipped" in done.stderr
@@ -96,6 +99,8 @@ def test_gke_ships_a_clean_clone_and_submits(root: pathlib.Path) -> None:
     "--command=./launch/worker.sh toy 'a b'",
   ]
   assert not pathlib.Path(shipped.removeprefix("--script-dir=")).exists()
+  _, calls = recorded(root, "gke_xpk.sh", "xpk", "--name=pair", *GKE, "--restarts=0", "toy")
+  assert "--max-restarts=0" in calls[-1]
   done, calls = recorded(root, "gke_xpk.sh", "xpk kubectl", "--logs", "--name=pair")
   assert calls[-1][:3] == ["kubectl", "logs", "--selector=jobset.sigs.k8s.io/jobset-name=pair"]
 
@@ -122,10 +127,22 @@ def test_slurm_sets_up_and_submits(root: pathlib.Path) -> None:
     ("multiprocess.sh", ["--hosts=2", "toy"], "unknown flag --hosts=2"),
     ("multiprocess.sh", [], "name an experiment: one of toy"),
     ("worker.sh", ["../toy"], "no experiment '../toy'"),
+    ("multiprocess.sh", ["toy", "--dry-run"], "--dry-run is a flag of this script: it must stand before"),
     ("gke_xpk.sh", ["--name=n", "--cluster=c", "--zone=z", "--type=v6e-8", "toy"], "--results is missing"),
     ("gke_xpk.sh", ["--name=n", "--zone=z", "toy"], "--cluster is missing"),
+    ("gke_xpk.sh", ["--name=My_run", *GKE, "toy"], "--name=My_run must be lower-case letters, digits"),
+    ("gke_xpk.sh", [f"--name={'n' * 41}", *GKE, "toy"], "must be lower-case letters, digits and dashes, 40 at most"),
+    ("gke_xpk.sh", ["--logs", "--name=a,b"], "--name=a,b must be lower-case letters"),
+    ("gke_xpk.sh", ["--name=n", *GKE, "--cluster=-c", "toy"], "--cluster=-c must be lower-case letters"),
+    ("gke_xpk.sh", ["--name=n", *GKE, "--restarts=-1", "toy"], "--restarts=-1 must be a whole number, 0 or more"),
+    ("gke_xpk.sh", ["--name=n", *GKE, "--slices=0", "toy"], "--slices=0 must be a whole number, 1 or more"),
+    ("gke_xpk.sh", ["--name=n", *GKE, "toy", "a", "--restarts=1"], "--restarts=1 is a flag of this script"),
     ("slurm.sh", ["--gpus=many", "toy"], "--gpus=many must be a whole number"),
     ("slurm.sh", ["--delete"], "--name=NAME is missing"),
+    ("slurm.sh", ["--delete", "--name=a,b"], "--name=a,b must be letters, digits, dots, dashes and underscores"),
+    ("slurm.sh", ["--name=a\n#SBATCH --gpus=9", "toy"], "#SBATCH --gpus=9 must be letters, digits"),
+    ("slurm.sh", ["--name=../../a%j", "toy"], "--name=../../a%j must be letters, digits"),
+    ("slurm.sh", ["toy", "--config.gamma=4", "--list"], "--list is a flag of this script: it must stand before"),
   ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

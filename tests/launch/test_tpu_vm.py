@@ -16,7 +16,8 @@ from tests.launch import clone
 TOY = """
 import os, pathlib, shutil, sys, time
 
-print("worker", os.environ["WORKER"], os.environ["SPECJAX_PROCESSES"], sys.argv[1:])
+seen = ["worker", os.environ["WORKER"], os.environ["SPECJAX_PROCESSES"], sys.argv[1:]]
+os.write(1, (" ".join(map(str, seen)) + "\\n").encode())  # at once: what workers say ends in one pipe
 if os.environ["WORKER"] == "0":
   cloud, items = pathlib.Path(os.environ["CLOUD"]), pathlib.Path("experiments/results/toy/items")
   items.parent.mkdir(parents=True, exist_ok=True)
@@ -241,6 +242,10 @@ def test_list_and_logs(cloud: Cloud) -> None:
     ([*FLAGS, "--type=v9-8", "toy"], "give --runtime=VERSION"),
     ([*FLAGS, "--attempts=none", "toy"], "--attempts=none must be a whole number"),
     ([*FLAGS, "--config.gamma=4", "toy"], "Flags of the experiment come behind its name"),
+    ([*FLAGS, "toy", "--dry-run"], "--dry-run is a flag of this script: it must stand before the experiment's name"),
+    ([*FLAGS, "toy", "a b", "--create-flag=--network=x"], "--create-flag=--network=x is a flag of this script"),
+    ([*FLAGS, "toy", "--delete"], "--delete is a flag of this script"),
+    ([*FLAGS, "toy", "--help"], "--help is a flag of this script"),
     (["--delete", "--logs", "--zone=z", "--name=pair"], "one at a time"),
     (["--delete", "--zone=z", "--name=pair", "toy"], "--delete takes no experiment, got: toy"),
   ],

@@ -243,6 +243,10 @@ def test_missing_files(tmp_path: pathlib.Path) -> None:
   (tmp_path / "model-00002-of-00003.safetensors").unlink()
   with pytest.raises(FileNotFoundError, match=r"1 files that are not there: model-00002-of-00003\.safetensors"):
     open_huggingface(tmp_path)
+  for index in ({}, {"weight_map": ["model.safetensors"]}, {"weight_map": {"lm_head.weight": 1}}):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json has no weight_map"):
+      open_huggingface(tmp_path)
   (tmp_path / "model.safetensors.index.json").unlink()
   with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
     open_huggingface(tmp_path)

@@ -217,10 +217,16 @@ def bits(mesh: Mesh) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   return found
 
 
+def two_parameters() -> specjax.LanguageModel:
+  """To be placed by given axes; it can't be run."""
+  model = tabular.tabular(KEY, 8)
+  return dataclasses.replace(model, params={"a": jnp.zeros((2, 8)), "b": [jnp.zeros(8), jnp.zeros(8)]})
+
+
 def errors(folder: pathlib.Path) -> dict[str, str]:
   """What is refused, before anything is compiled."""
   eight, explicit = on(1, 8), on(2, 4, True)
-  model, call = decoder(0, 1), settings()
+  model, call, toy = decoder(0, 1), settings(), two_parameters()
   placed_model = sharding.shard(model, on(2, 4))
 
   def sample(target: specjax.LanguageModel, **changes) -> None:
@@ -234,17 +240,36 @@ def errors(folder: pathlib.Path) -> dict[str, str]:
     "heads": lambda: sharding.shard(model, eight),
     "kv_heads": lambda: sharding.shard(model, on(2, 4), {"heads": "model", "kv_heads": "data"}),
     "size": lambda: sharding.mesh(model=3),
+    "too many": lambda: sharding.mesh(model=16),
+    "sizes": lambda: sharding.mesh(data=3, model=2),
     "number": lambda: sharding.mesh(model=0),
+    "count": lambda: sharding.mesh(devices=4),
+    "rows of devices": lambda: sharding.mesh(devices=eight.devices),
+    "no devices": lambda: sharding.mesh(devices=[]),
+    "a device twice": lambda: sharding.mesh(devices=jax.devices()[:2] * 2),
     "no mesh": lambda: sharding.shard(model, (2, 4)),
     "other axes": lambda: sharding.shard(model, jax.make_mesh((8,), ("x",), (AxisType.Auto,))),
     "logical": lambda: sharding.shard(model, on(2, 4), {"head": "model"}),
     "mesh axis": lambda: sharding.shard(model, on(2, 4), {"heads": "tensor"}),
     "twice": lambda: sharding.shard(model, on(2, 4), {"embed": "model", "mlp": "model"}),
+    "a number": lambda: sharding.shard(model, on(2, 4), {"vocab": 3}),  # pyrefly: ignore[bad-assignment]
+    "an axis twice": lambda: sharding.shard(model, on(2, 4), {"vocab": ("model", "model")}),
+    "rows and vocab": lambda: sharding.shard(model, on(2, 4), {"batch": ("data", "model"), "vocab": "model"}),
+    "rows and caches": lambda: sharding.shard(model, on(2, 4), {"batch": "model", "kv_heads": "model"}),
     "no rules": lambda: sharding.shard(model, on(2, 4), "model"),
+    "a drafter's mesh": lambda: sharding.shard(specjax.NGramDrafter(), "nonsense"),
+    "a drafter's rules": lambda: sharding.shard(specjax.NGramDrafter(), on(2, 4), {"heads": "tensor"}),
+    "axes": lambda: sharding.shard(toy, on(2, 4), axes={"other": P()}),
+    "axes of one": lambda: sharding.shard(toy, on(2, 4), axes={"a": P(), "b": [P()]}),
+    "no axes": lambda: sharding.shard(toy, on(2, 4), axes={"a": P(), "b": [P(), "vocab"]}),
+    "unknown axes": lambda: sharding.shard(toy, on(2, 4), axes={"a": P(None, "vocab"), "b": [P(), P("vocabulary")]}),
+    "an unknown axis": lambda: sharding.shard(toy, on(2, 4), axes=P(("vocab", "embed"))),
     "a dictionary": lambda: sharding.shard(model.params, on(2, 4)),
     "rows": lambda: sample(placed_model, **{name: call[name][:7] for name in ("prompt_tokens", "prompt_lengths")}),
     "not set": lambda: sample(sharding.shard(model, explicit)),
     "another set": lambda: set_and_sample(on(4, 2)),
+    "another order of axes": lambda: set_and_sample(Mesh(eight.devices.reshape(4, 2), ("model", "data"))),
+    "another order of devices": lambda: set_and_sample(sharding.mesh(data=2, model=4, devices=jax.devices()[::-1])),
   }
   longer = specjax.ModelDrafter(decoder(1, 2))
   calls["draft nowhere"] = lambda: specjax.sample(placed_model, longer, key=KEY, **call)
@@ -317,6 +342,8 @@ def main(folder: pathlib.Path) -> None:
     on(2, 4, True), folder / "states"
   )
   found["resumed"] = resumed(on(4, 2), folder / "states")
+  by_axes = sharding.shard(two_parameters(), eight, axes={"a": P(None, "vocab"), "b": (P(), P("heads"))})
+  found["axes"] = jax.tree.map(lambda leaf: str(leaf.sharding.spec), by_axes.params)
   found |= {"loaded": loaded(folder), "odd": odd_sizes(), "errors": errors(folder)}
   with open(folder / "found.pkl", "wb") as file:
     pickle.dump(found, file)

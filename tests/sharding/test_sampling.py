@@ -116,14 +116,34 @@ def test_joint_law_over_a_split_vocabulary(found) -> None:
   [
     ("heads", "ValueError: heads can't be split over 8 devices: the model has 4. Use at most 4"),
     ("kv_heads", "ValueError: kv_heads in 2 parts don't go with heads in 4"),
-    ("size", "ValueError: data=2 times model=3 is not 8"),
+    ("size", "ValueError: model=3 does not divide the 8 devices: choose a divisor, or pass devices="),
+    ("too many", "ValueError: model=16 does not divide the 8 devices"),
+    ("sizes", "ValueError: data=3 times model=2 is not 8"),
     ("number", "ValueError: model=0 must be a whole number"),
+    ("count", "TypeError: devices=4 must be a flat sequence of jax devices, such as jax.devices()[:4]"),
+    ("rows of devices", "TypeError: devices=array([["),
+    ("no devices", "ValueError: devices=[] must be one device or more, each of them once"),
+    ("a device twice", "ValueError: devices=[CpuDevice(id=0), CpuDevice(id=1), CpuDevice(id=0), CpuDevice(id=1)] must"),
     ("no mesh", "TypeError: mesh must be a jax.sharding.Mesh, got tuple"),
     ("other axes", 'ValueError: the mesh has the axes x, and the default rules know data and model: pass rules'),
     ("logical", "ValueError: rules name unknown logical axes: head. Known: batch, vocab"),
     ("mesh axis", "ValueError: rules split heads over 'tensor'; the mesh has the axes data, model"),
     ("twice", "ValueError: rules split two axes of one array over the same mesh axis"),
+    ("a number", "TypeError: rules split vocab over 3: it must be a mesh axis, a tuple of them, or None (whole)"),
+    ("an axis twice", "ValueError: rules split vocab over ('model', 'model'): each mesh axis can be used once"),
+    ("rows and vocab", "ValueError: rules split batch and vocab over the same mesh axis, model, but laws and"),
+    ("rows and caches", "ValueError: rules split batch and kv_heads over the same mesh axis, model, but laws and"),
     ("no rules", "TypeError: rules must map logical axes to mesh axes, got 'model'"),
+    ("a drafter's mesh", "TypeError: mesh must be a jax.sharding.Mesh, got str"),
+    ("a drafter's rules", "ValueError: rules split heads over 'tensor'; the mesh has the axes data, model"),
+    ("axes", "ValueError: axes must be a jax.P for each parameter, in the same structure, or one for all (jax.P() is "
+     "whole): params['a'] has none, params['b'][0] has none, and 2 more."),
+    ("axes of one", "ValueError: axes must be a jax.P for each parameter, in the same structure, or one for all "
+     "(jax.P() is whole): params['b'][1] has none."),
+    ("no axes", "TypeError: axes['b'][1]='vocab' must be a jax.P of logical axes (jax.P() is whole)."),
+    ("unknown axes", "ValueError: axes['b'][1]=P('vocabulary',) has unknown logical axes: 'vocabulary'. Known: "
+     "batch, vocab, embed, heads, kv_heads, mlp, layers, None."),
+    ("an unknown axis", "ValueError: axes['a']=P(('vocab', 'embed'),) has unknown logical axes: ('vocab', 'embed')"),
     ("a dictionary", "TypeError: model must be a specjax.LanguageModel or a drafter, got dict"),
     ("rows", "ValueError: prompt_tokens has 7 rows, which 2 devices can't share evenly"),
     ("not set", "ValueError: the model lies on a mesh of Explicit axes, {{'data': 2, 'model': 4}}, and no mesh is set"),
@@ -136,11 +156,19 @@ def test_joint_law_over_a_split_vocabulary(found) -> None:
     ("damaged", "ValueError: {folder}/damaged can't be read, it is damaged or of another model: "),
     ("rules", "ValueError: rules without a mesh place nothing"),
     ("heads read", "ValueError: heads can't be split over 8 devices: the model has 6"),
+    ("another order of axes", "ValueError: the model lies on the mesh {{'data': 2, 'model': 4}}, but jax.set_mesh has "
+     "set {{'model': 4, 'data': 2}}: set model.placement.mesh, or place"),
+    ("another order of devices", "ValueError: Received incompatible devices for jitted computation"),
     ("another set", "ValueError: the model lies on the mesh {{'data': 2, 'model': 4}}, but jax.set_mesh has set"),
   ],
 )  # fmt: skip
 def test_what_is_refused(found, name, message) -> None:
   assert found["errors"][name].startswith(message.format(folder=found["folder"]))
+
+
+def test_parameters_lie_as_given_axes_say(found) -> None:
+  """What is a list in the model may be a tuple there; P() is whole."""
+  assert found["axes"] == {"a": "P(None, 'model')", "b": ["P()", "P('model',)"]}
 
 
 @pytest.mark.parametrize("name", ["whole", "repeated"])
