@@ -30,7 +30,7 @@ import numpy as np
 
 import specjax
 from experiments import processes, report
-from tests.launch.generations import flatter, generate
+from tests.launch.generations import begin, flatter, generate, rounds
 
 
 def run(config):
@@ -52,6 +52,14 @@ def run(config):
     result = generate(split, specjax.sharding.shard(drafter, mesh))
     assert result.stats.accepted.sum() > 0
     texts[name] = processes.whole(result.tokens).tolist()
+  # Each process writes its own parts of a state, twice over the same path, and reads those of another mesh.
+  split, drafter = models["2 x 4"]
+  state, saved = begin(split, drafter), os.environ["STATE"]
+  specjax.save_state(state, saved)
+  specjax.save_state(rounds(state, split, drafter, 3), saved, overwrite=True)
+  split = models["2 x 2"][0]
+  state = rounds(specjax.load_state(saved, split, drafter), split, drafter, 13)
+  texts["resumed"] = processes.whole(state.result().tokens[:, : result.tokens.shape[1]]).tolist()
   kept.finish({"given": given, "texts": texts})
   print("said once")
 
@@ -102,7 +110,7 @@ def with_config(root: pathlib.Path, gamma: str) -> pathlib.Path:
 def test_two_processes_write_what_one_device_does(tmp_path: pathlib.Path) -> None:
   root = with_config(clone.make(tmp_path, GENERATIONS, *PARTS), "4")
   checkpoints.write("qwen2", tmp_path / "model", shards=3)
-  done = start(root, MODEL=str(tmp_path / "model"))
+  done = start(root, MODEL=str(tmp_path / "model"), STATE=str(tmp_path / "state"))
   assert done.returncode == 0, done.stderr
   assert done.stdout == "said once\n"
   folder = tmp_path / "results" / "toy"
@@ -111,8 +119,8 @@ def test_two_processes_write_what_one_device_does(tmp_path: pathlib.Path) -> Non
   assert results["environment"]["device_count"] == 8
   assert results["summary"]["given"] == results["items"]["given"] == 40
   texts = results["summary"]["texts"]
-  assert len(texts) == 3
-  assert texts["2 x 2"] == texts["2 x 4"] == texts["one device"]
+  assert len(texts) == 4
+  assert texts["2 x 2"] == texts["2 x 4"] == texts["resumed"] == texts["one device"]
   assert len({token for row in texts["one device"] for token in row}) > 10
 
 
