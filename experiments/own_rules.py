@@ -75,7 +75,12 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
     generations = [row for one in made for row in one["tokens"]]
     found = audit(
       target,
-      Samples(texts * len(made), generations, rows=np.tile(np.arange(len(texts)), len(made))),
+      Samples(
+        texts * len(made),
+        generations,
+        rows=np.tile(np.arange(len(texts)), len(made)),
+        max_new_tokens=np.full(len(generations), config.new_tokens),
+      ),
       eos_id=eos_ids,
       noise="float32",
       alpha=config.alpha,
