@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
       "parts": ("matrix", "text"),
       "matrix": {
         "contexts": 2,  # HumanEval and Wikipedia, taking turns
-        "tokens": 33,  # of each context
+        "tokens": 17,  # of each context
         "toy_contexts": 3,
         "toy_tokens": 97,
         "top_p": 0.9,
