@@ -14,7 +14,7 @@ from specjax import checks
 from specjax.audit import dependence, stats, where
 from specjax.audit.report import LogprobCheck, Report, Support, conclude
 from specjax.audit.samples import Samples
-from specjax.audit.scores import Moments, Scores, score
+from specjax.audit.scores import Moments, Scores, bernoulli, score
 from specjax.language_model import LanguageModel
 from specjax.warp import DEFAULT_WARP, Warp
 
@@ -93,7 +93,7 @@ def judge(
   seed: int,
 ) -> Report:
   """The report on scores that are at hand already. Main tests and parts of the samples share alpha."""
-  inside, greedy = np.isfinite(scores.log_p), bool((np.asarray(warp.temperature) == 0).all())
+  inside, greedy = np.isfinite(scores.log_p), bool(scores.single.all())
   moments = {name: scores.moments[name] for name in DIRECTIONS if name in scores.moments} | _dependence(samples, scores)
   moments = {name: Moments(*(x[inside] for x in m)) for name, m in moments.items()}
   partitions = [dataclasses.replace(g, codes=g.codes[inside]) for g in where.groupings(samples)]
@@ -101,7 +101,10 @@ def judge(
   tests = [stats.add_up(name, m, noise.drift) for name, m in moments.items() if stats.is_testable(m)]
   rank = stats.uniform_test(scores.above[inside][free], scores.tied[inside][free], seed, noise.drift)
   tests += [] if rank is None else [rank]
+  tests = stats.with_power(tests, alpha / 2, power, noise.drift)
   parts = where.parts(partitions, moments, noise.drift)
+  signs = {t.name for t in tests if t.adjusted <= alpha / 2} | {p.score for p in parts if p.adjusted <= alpha / 2}
+  found = {name: m for name, m in moments.items() if name in signs} or (moments if signs else {})  # `rank` has no parts
   return conclude(
     Report(
       ok=None,
@@ -110,13 +113,13 @@ def judge(
       empty=sum(not len(tokens) for tokens in samples.tokens),
       tokens=samples.num_tokens,
       free_tokens=int(free.sum()),
-      tests=tuple(stats.with_power(tests, alpha / 2, power, noise.drift)),
+      tests=tuple(tests),
       skipped=tuple(sorted(set(moments) - {t.name for t in tests})),
       temperature_scale=float(moments["surprise"].variance.mean()) if inside.any() else math.nan,
       rule_tests=tuple(_rule_tests(samples, scores, noise, alpha, power)) if rule else (),
       parts=tuple(parts),
-      contrast=where.sharpest_contrast(partitions, moments, alpha, noise.drift),
-      support=_support(samples, scores, noise, greedy),
+      contrast=where.sharpest_contrast(partitions, found, alpha, noise.drift),
+      support=_support(samples, scores, noise),
       behind_stop=_behind_stop(samples, stop_ids),
       beyond_limit=_beyond_limit(samples),
       ended_early=_ended_early(samples, stop_ids),
@@ -205,11 +208,15 @@ def _require_laws(samples: Samples, scores: Scores) -> None:
       )
 
 
-def _support(samples: Samples, scores: Scores, noise: Noise, greedy: bool) -> Support:
-  """Tokens of probability 0, those that numerics can't excuse, and whether the excused ones are too many."""
+def _support(samples: Samples, scores: Scores, noise: Noise) -> Support:
+  """Tokens of probability 0, those that numerics can't excuse, and whether the excused ones are too many.
+
+  Where a law has one token alone, another one that is as good may take its place: these are counted by themselves.
+  """
   outside = np.flatnonzero(np.isneginf(scores.log_p))
   margin, excess = scores.margin[outside], scores.excess[outside]
   beyond = outside[(margin > noise.logits) & (excess > noise.mass)]
+  kinds = (scores.single, noise.flips), (~scores.single, noise.outside)
   worst = None
   if beyond.size:
     at = beyond[np.argmax(scores.margin[beyond])]
@@ -219,7 +226,9 @@ def _support(samples: Samples, scores: Scores, noise: Noise, greedy: bool) -> Su
     beyond=len(beyond),
     largest_margin=float(margin.max(initial=0.0)),
     largest_excess=float(excess[np.isfinite(excess)].max(initial=0.0)),
-    p_value=stats.too_many(len(outside), (noise.flips if greedy else noise.outside) * len(scores.log_p)),
+    p_value=min(
+      1.0, 2 * min(stats.too_many(int(kind[outside].sum()), share * float(kind.sum())) for kind, share in kinds)
+    ),
     worst=worst,
   )
 
@@ -260,10 +269,14 @@ def _logprobs(samples: Samples, scores: Scores, noise: Noise) -> LogprobCheck | 
   if samples.logprobs is None:
     return None
   given = np.concatenate(samples.logprobs)
-  tolerance = max(noise.logits, 1e-3)
+  told = ~np.isnan(given)
+  if not told.any():
+    return None
+  given, tolerance = given[told], max(noise.logits, 1e-3)
   return LogprobCheck(
-    off_warped=_off(given, scores.log_p, tolerance),
-    off_raw=_off(given, scores.raw_log_p, tolerance),
+    off_warped=_off(given, scores.log_p[told], tolerance),
+    off_scaled=_off(given, scores.scaled_log_p[told], tolerance),
+    off_raw=_off(given, scores.raw_log_p[told], tolerance),
     all_equal=bool(len(given) > 1 and np.ptp(given) == 0),
     tolerance=tolerance,
   )
@@ -294,7 +307,7 @@ def _rule_tests(samples: Samples, scores: Scores, noise: Noise, alpha: float, po
   rate = np.clip(scores.overlap[tested].astype(np.float64), 0.0, 1.0)
   variance = rate * (1 - rate)
   laws = {
-    "acceptance": Moments((labels[tested] == "accepted") - rate, variance, variance * (1 - 2 * rate), -rate, 1 - rate),
+    "acceptance": bernoulli((labels[tested] == "accepted") - rate, rate, variance),
     # Where a law has no mass but by rounding, it can't be held against anything.
     "accepted": Moments(*(x[(labels == "accepted") & np.isfinite(scores.accepted.variance)] for x in scores.accepted)),
     "residual": Moments(*(x[(labels == "residual") & np.isfinite(scores.residual.variance)] for x in scores.residual)),

@@ -7,7 +7,8 @@ came before, of the same generation or of earlier ones, decide at each position 
 by the past, so under the null every such score has mean 0, as all others have. No model is run here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -41,25 +42,23 @@ def earlier_choices(samples: Samples) -> dict[int, np.ndarray]:
 
 
 def aligned_choices(samples: Samples) -> list[np.ndarray]:
-  """For each generation int32[n_i, ALIGNED]: the latest different tokens of earlier generations of the same batch at
-  the same draw; -1 where there were fewer.
+  """For each generation int32[n_i, ALIGNED]: the latest different tokens that earlier rows of its batch, and its own
+  row in earlier batches, have at the same draw; -1 where there were fewer.
 
   The same draw is the same offset of the same round, or the end of that round, since whether a token ends its round is
   not decided by the past; without labels, the same position. Without rows all generations are one batch.
   """
-  out, latest = [], dict[tuple[int, int], list[int]]()
-  for i, first in enumerate(_first_of_batch(samples)):
-    if first:
-      latest = {}
-    rounds, offsets, ends = _draws(samples, i)
+  out, most = [], ALIGNED // (2 if samples.rows is None else 4)
+  for i, known in _peers(samples, dict[tuple[int, int], list[int]]):
     choices = np.full((len(samples.tokens[i]), ALIGNED), -1, np.int32)
     for at, (token, round_, offset, end) in enumerate(
-      zip(samples.tokens[i].tolist(), rounds, offsets, ends, strict=True)
+      zip(samples.tokens[i].tolist(), *_draws(samples, i), strict=True)
     ):
-      seen = latest.get((round_, offset), []) + latest.get((round_, _END), [])
+      seen = [t for own in known for draw in (offset, _END) for t in own.get((round_, draw), ())]
       choices[at, : len(seen)] = seen
-      key = (round_, _END if end else offset)
-      latest[key] = _with(latest.get(key, []), token, ALIGNED // 2)
+      for own in known:
+        draw = (round_, _END if end else offset)
+        own[draw] = _with(own.get(draw, []), token, most)
     out.append(choices)
   return out
 
@@ -85,7 +84,8 @@ def serial(samples: Samples, leaning: np.ndarray) -> np.ndarray:
 
 
 def across(samples: Samples, leaning: np.ndarray) -> np.ndarray | None:
-  """float[n], the weight of the draft score at each token: what tests of earlier rows of the batch tell of a shared u.
+  """float[n], the weight of the draft score at each token: what tests of earlier rows of the batch, and of its own row
+  in earlier batches, tell of a shared u.
 
   That is the mean, over those at the same offset of the same round, of log q/p where positive for accepted drafts, and
   of -1 for rejected ones. None without labels, or without rows.
@@ -96,18 +96,27 @@ def across(samples: Samples, leaning: np.ndarray) -> np.ndarray | None:
   tested = ((labels == "accepted") | (labels == "residual")).tolist()
   told = np.where(labels == "accepted", np.clip(leaning, 0.0, LEAN), -1.0).tolist()
   weights, at = np.zeros_like(leaning), 0
-  known: dict[tuple[int, int], list[float]] = {}
-  for i, first in enumerate(_first_of_batch(samples)):
-    if first:
-      known = {}
+  for i, known in _peers(samples, dict[tuple[int, int], tuple[float, int]]):
     rounds, offsets, _ = _draws(samples, i)
     for draw in zip(rounds, offsets, strict=True):
-      if others := known.get(draw):
-        weights[at] = sum(others) / len(others)
+      total, count = (sum(x) for x in zip(*(own.get(draw, (0.0, 0)) for own in known), strict=True))
+      weights[at] = total / max(count, 1)
       if tested[at]:
-        known.setdefault(draw, []).append(told[at])
+        for own in known:
+          before = own.get(draw, (0.0, 0))
+          own[draw] = before[0] + told[at], before[1] + 1
       at += 1
   return weights
+
+
+def _peers(samples: Samples, new: Callable[[], Any]) -> Iterator[tuple[int, list[Any]]]:
+  """Of each generation what is known of its peers: of the batch it is in, and of its row, if rows are known. Both are
+  made by `new`, and filled by the caller."""
+  batch, of_row = new(), dict[int, Any]()
+  for i, first in enumerate(_first_of_batch(samples)):
+    if first:
+      batch = new()
+    yield i, [batch] if samples.rows is None else [batch, of_row.setdefault(int(samples.rows[i]), new())]
 
 
 def _first_of_batch(samples: Samples) -> Iterator[bool]:

@@ -70,10 +70,11 @@ class Support:
 
 @dataclasses.dataclass(frozen=True)
 class LogprobCheck:
-  """The engine's own log-probabilities: shares that are off by more than `tolerance` from those of the warped law, and
-  of the law without a warp; whether all are one number."""
+  """The engine's own log-probabilities: shares that are off by more than `tolerance` from those of the warped law, of
+  the law with the temperature alone, and of the law without a warp; whether all are one number."""
 
   off_warped: float
+  off_scaled: float
   off_raw: float
   all_equal: bool
   tolerance: float
@@ -172,9 +173,9 @@ def conclude(report: Report) -> Report:
   """The report with `ok` and `verdict`."""
   proofs, signs, notes = _proofs(report), _signs(report), _notes(report)
   counted = report.tokens if report.greedy else report.free_tokens
-  if proofs or (signs and not report.from_text):
+  if (proofs or signs) and not report.from_text:
     head, ok = "FAULT: these tokens are not draws from the target's law.", False
-  elif signs:
+  elif proofs or signs:
     head = "CAN'T SAY: the tokens were made from text, and the engine may have drawn others. Give token ids."
     ok = None
   elif counted < LEAST_TOKENS:
@@ -204,7 +205,7 @@ def _proofs(report: Report) -> list[str]:
   if report.ended_early:
     out.append(f"{report.ended_early} generations end before their limit, and with no stop token.")
   check = report.logprobs
-  if check is not None and min(check.off_warped, check.off_raw) > 0.01:
+  if check is not None and min(check.off_warped, check.off_scaled, check.off_raw) > 0.01:
     what = "are all the same number" if check.all_equal else "are not those of these tokens under the target"
     out.append(
       f"The engine's own log-probabilities {what}: {100 * check.off_warped:.0f} % are off by more than "
@@ -236,8 +237,9 @@ def _signs(report: Report) -> list[str]:
 def _notes(report: Report) -> list[str]:
   out = []
   check, support = report.logprobs, report.support
-  if check is not None and check.off_warped > 0.01 >= check.off_raw:
-    out.append("The engine's log-probabilities are those without the warp.")
+  if check is not None and check.off_warped > 0.01 >= min(check.off_scaled, check.off_raw):
+    which = "without the warp" if check.off_raw <= check.off_scaled else "of the temperature alone, before truncation"
+    out.append(f"The engine's log-probabilities are those {which}.")
   if support.outside and not support.beyond:
     what = "are not the argmax" if report.greedy else "lie outside the support"
     out.append(

@@ -25,6 +25,7 @@ from specjax.language_model import LanguageModel, fit_vocabulary, run, take_wind
 from specjax.warp import Warp, log_probs
 
 SURPRISE_CLIP = 12.0  # nats; a score with a bound can be bet on
+ROUNDING = 1e-5  # of a score's span: a law under which it varies less has it constant, and float32 sums vary as much
 DRAFT_CLIP = 3.0
 REPEAT_WINDOW = 16  # tokens back
 LEAST_SLOTS = 128
@@ -34,11 +35,12 @@ VOCABULARY_FLOATS = 2**24  # B * CHUNK * V, the size of an array over the vocabu
 
 
 class Moments(NamedTuple):
-  """A score at each position: f(x) - E_p f, its variance and third central moment, and its bounds."""
+  """A score at each position: f(x) - E_p f, its variance, third and fourth cumulants, and its bounds."""
 
   deviation: Any
   variance: Any
   third: Any
+  fourth: Any
   low: Any
   high: Any
 
@@ -48,7 +50,8 @@ class Scores(NamedTuple):
 
   moments: of each score. Tests of the rule: `overlap` is sum_v min(p, q), and `accepted` and
   `residual` hold the draft score's moments under min(p, q) and max(p - q, 0), normalised; None without a draft model.
-  log_p: log p(x), -inf where x lies outside the law's support; raw_log_p: without any warp. log_q: of the draft model.
+  log_p: log p(x), -inf where x lies outside the law's support; scaled_log_p: of the law with the temperature alone,
+  raw_log_p: without any warp. log_q: of the draft model. single: whether the law's support is one token.
   above, tied: the mass of tokens with more than x's probability, and with just as much (x included).
   margin: logits that x lacks to the least likely token of the support; 0 inside it.
   excess: mass of the tokens more likely than x beyond top_p, for an x outside the support; inf where there is no top_p.
@@ -59,8 +62,10 @@ class Scores(NamedTuple):
   accepted: Moments | None
   residual: Moments | None
   log_p: Any
+  scaled_log_p: Any
   raw_log_p: Any
   log_q: Any
+  single: Any
   above: Any
   tied: Any
   margin: Any
@@ -133,9 +138,10 @@ def _batches(
       for row, i in enumerate(padded):
         generated = slice(len(samples.prompts[i]), lengths[i])
         tokens[row, : lengths[i]] = np.concatenate([samples.prompts[i], samples.tokens[i]])
-        neighbours[row, generated] = aligned[i]
+        # Where texts end may decide in which order they come; then stop tokens are no independent draws.
+        neighbours[row, generated] = np.where(np.isin(aligned[i], stop_ids), -1, aligned[i])
         if i in earlier:
-          choices[row, generated] = earlier[i]
+          choices[row, generated] = np.where(np.isin(earlier[i], stop_ids), -1, earlier[i])
       yield (
         members,
         Batch(
@@ -229,7 +235,12 @@ def score_positions(
     centred = f - mean[..., None]
     square = weights * centred * centred
     value = _at(f, drawn) if law is None else (law * f).sum(-1)
-    return Moments(value - mean, square.sum(-1), (square * centred).sum(-1), low - mean, high - mean)
+    deviation, variance = value - mean, square.sum(-1)
+    third, fourth = (square * centred).sum(-1), (square * centred * centred).sum(-1) - 3 * variance * variance
+    least = ROUNDING * (high - low)
+    constant = (variance < least * least) & (jnp.abs(deviation) < least)
+    deviation, variance, third, fourth = (jnp.where(constant, 0.0, x) for x in (deviation, variance, third, fourth))
+    return Moments(deviation, variance, third, fourth, low - mean, high - mean)
 
   def membership(ids: Array) -> Moments:
     """Moments of "the token is one of ids[B, T, K]"."""
@@ -243,7 +254,7 @@ def score_positions(
     mean = jnp.minimum(mass(p), 1.0)
     variance = mean * (1.0 - mean)
     hit = (real & (ids == drawn[..., None])).any(-1).astype(jnp.float32) if law is None else mass(law)
-    return Moments(hit - mean, variance, variance * (1.0 - 2.0 * mean), -mean, 1.0 - mean)
+    return bernoulli(hit - mean, mean, variance)
 
   moments = {
     "surprise": bounded(jnp.minimum(-log_p, SURPRISE_CLIP), p, 0.0, SURPRISE_CLIP),
@@ -264,14 +275,24 @@ def score_positions(
     log_q_drawn = _at(log_q, drawn)
 
   log_p_drawn, logit = _at(log_p, drawn), _at(logits, drawn)
+  unfiltered = dataclasses.replace(
+    warp, top_k=jnp.zeros_like(warp.top_k), top_p=jnp.ones_like(warp.top_p), min_p=jnp.zeros_like(warp.min_p)
+  )
   return Scores(
     moments=moments,
     overlap=overlap,
     accepted=accepted,
     residual=residual,
     log_p=log_p_drawn,
+    scaled_log_p=lax.cond(
+      (jnp.asarray(warp.top_k) > 0).any() | (jnp.asarray(warp.top_p) < 1).any() | (jnp.asarray(warp.min_p) > 0).any(),
+      lambda logits: _at(log_probs(logits, unfiltered), drawn),
+      lambda _: log_p_drawn,
+      logits,
+    ),
     raw_log_p=logit - jax.nn.logsumexp(logits, -1),
     log_q=log_q_drawn,
+    single=(log_p > -jnp.inf).sum(-1) == 1,
     above=jnp.where(log_p > log_p_drawn[..., None], p, 0.0).sum(-1),
     tied=jnp.where(log_p == log_p_drawn[..., None], p, 0.0).sum(-1),
     margin=jnp.maximum(jnp.where(p > 0, logits, jnp.inf).min(-1) - logit, 0.0),
@@ -282,6 +303,12 @@ def score_positions(
       *(logits, logit, warp),
     ),
   )
+
+
+def bernoulli(deviation: Any, mean: Any, variance: Any) -> Moments:
+  """Of an event of probability `mean`; variance: mean (1 - mean)."""
+  third, fourth = variance * (1.0 - 2.0 * mean), variance * (1.0 - 6.0 * variance)
+  return Moments(deviation, variance, third, fourth, -mean, 1.0 - mean)
 
 
 def _law(logits: Array, warp: Warp) -> tuple[Array, Array]:

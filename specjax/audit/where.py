@@ -9,16 +9,15 @@ which is p, so the two are put together as "tested".
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.stats
 
 from specjax.audit import stats
 from specjax.audit.samples import LABELS, Samples
 from specjax.audit.scores import Moments
 
-MOST_ROWS = 16  # rows shown one by one; more are put in bins
+MOST_ROWS = 64  # rows tested one by one; of more the first and the last, and bins between them
 CLEAN_Z = 2.5  # of a part of the samples that shows no sign
 
 
@@ -82,8 +81,9 @@ def groupings(samples: Samples) -> list[Grouping]:
   if samples.rows is not None:
     rows = samples.rows[generation]
     values = np.unique(samples.rows)
-    edges = values if len(values) <= MOST_ROWS else [0, 1, *np.quantile(values[1:], [0.25, 0.5, 0.75]).astype(int)]
-    out.append(_bins("row", rows, edges))
+    if len(values) > MOST_ROWS:
+      values = np.concatenate([values[[0, 1, -1]], np.quantile(values[1:], np.linspace(0, 1, 17)[1:-1]).astype(int)])
+    out.append(_bins("row", rows, values))
   quarter = 4 * np.arange(len(generation)) // max(len(generation), 1)
   out.append(Grouping("time", ("1st quarter", "2nd quarter", "3rd quarter", "4th quarter"), quarter, ordered=True))
   return [g for g in out if len(np.unique(g.codes[g.codes >= 0])) > 1]
@@ -107,13 +107,14 @@ class _Sums(NamedTuple):
   total: np.ndarray
   variance: np.ndarray
   third: np.ndarray
+  fourth: np.ndarray
   allowed: np.ndarray
 
 
 def _sums(grouping: Grouping, m: Moments, drift: float) -> _Sums:
   known = grouping.codes >= 0
   codes, size = grouping.codes[known], len(grouping.names)
-  columns = (m.deviation, m.variance, m.third, drift * np.sqrt(m.variance))
+  columns = (m.deviation, m.variance, m.third, m.fourth, drift * np.sqrt(m.variance))
   return _Sums(np.bincount(codes, minlength=size), *(np.bincount(codes, x[known], size) for x in columns))
 
 
@@ -123,9 +124,10 @@ def parts(partitions: Sequence[Grouping], moments: Mapping[str, Moments], drift:
   for grouping in partitions:
     columns = {score: _sums(grouping, m, drift) for score, m in moments.items()}
     for score, sums in columns.items():
-      for code in np.flatnonzero(stats.known(sums.variance, sums.third)):
-        count, *own = (x[code] for x in sums)
-        out.append((grouping.name, grouping.names[code], score, int(count), own[0] / count, own))
+      for code in np.flatnonzero(stats.known(sums.variance, sums.third, sums.fourth)):
+        own = _Sums(*(x[code] for x in sums))
+        name = grouping.names[code]
+        out.append((grouping.name, name, score, int(own.count), own.total / own.count, _tested(own)))
   if not out:
     return []
   z, p = stats.z_and_p(*np.array([own for *_, own in out]).T)
@@ -150,23 +152,41 @@ def sharpest_contrast(
         a, b = (_Sums(*(x[side].sum() for x in sums)) for side in (inside, ~inside))
         if min(a.variance, b.variance) <= 0:
           continue
+        apart = _difference(a, b)
+        if not stats.known(apart.variance, apart.third, apart.fourth):
+          continue
         tried += 1
-        slack = a.allowed / a.variance + b.allowed / b.variance
-        apart = max(abs(a.total / a.variance - b.total / b.variance) - slack, 0.0)
-        difference = apart / math.sqrt(1 / a.variance + 1 / b.variance)
+        difference = max(abs(apart.total) - apart.allowed, 0.0) / math.sqrt(apart.variance)
         is_clean = max(abs(b.total) - b.allowed, 0.0) < CLEAN_Z * math.sqrt(b.variance)
         is_worse = abs(a.total) / math.sqrt(a.variance) > abs(b.total) / math.sqrt(b.variance)
         if is_clean and is_worse and (best is None or difference > best[0]):
           best = (difference, grouping, inside, score, a, b)
   if best is None:
     return None
-  difference, grouping, inside, score, a, b = best
-  p_value = min(1.0, 2 * tried * float(scipy.stats.norm.sf(difference)))
+  _, grouping, inside, score, a, b = best
+  p_value = min(1.0, tried * float(stats.z_and_p(*_tested(_difference(a, b)))[1]))
   if p_value > alpha:
     return None
   names = tuple(name for name, is_in in zip(grouping.names, inside, strict=True) if is_in)
-  z, _ = stats.z_and_p(*np.array([a[1:], b[1:]]).T)
+  z, _ = stats.z_and_p(*np.array([_tested(a), _tested(b)]).T)
   return Contrast(grouping.name, names, score, float(z[0]), float(z[1]), p_value)
+
+
+def _difference(a: _Sums, b: _Sums) -> _Sums:
+  """Of total / variance: the cumulants of its difference."""
+  return _Sums(
+    count=a.count + b.count,
+    total=a.total / a.variance - b.total / b.variance,
+    variance=1 / a.variance + 1 / b.variance,
+    third=a.third / a.variance**3 - b.third / b.variance**3,
+    fourth=a.fourth / a.variance**4 + b.fourth / b.variance**4,
+    allowed=a.allowed / a.variance + b.allowed / b.variance,
+  )
+
+
+def _tested(sums: _Sums) -> tuple[Any, ...]:
+  """What `stats.z_and_p` takes."""
+  return sums.total, sums.variance, sums.third, sums.allowed
 
 
 def _subsets(grouping: Grouping) -> Iterator[np.ndarray]:

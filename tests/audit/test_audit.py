@@ -123,7 +123,7 @@ def test_copies_are_found():
   half = part(samples(), slice(0, 256))
   report = run(Samples.concatenate([half, half]))
   assert report.ok is False
-  assert [t.name for t in report.tests if t.adjusted < 1e-6] == ["copy"]
+  assert {t.name for t in report.tests if t.adjusted < 1e-6} == {"copy", "echo", "across"}
   assert "random bits are shared" in report.verdict
 
 
@@ -193,6 +193,95 @@ def test_an_engine_s_own_draft_logprobs():
   assert "draft log-probabilities are not those" in colder.verdict
 
 
+def toy(*p: float) -> specjax.LanguageModel:
+  """The same law at every position."""
+  return tabular.from_table(jnp.log(jnp.array([p])))
+
+
+@pytest.mark.parametrize("rare", [1e-4, 2e-4, 2e-3])
+def test_two_tokens_that_decide_are_no_sign(rare):
+  """On both sides, so that there is no skew: rare tokens that the draft has more of, and less of."""
+  p, q = (1 - 2 * rare, rare, rare), (1 - 30 * rare - rare / 30, 30 * rare, rare / 30)
+  faults = 0
+  for seed in range(60):
+    tokens = np.random.default_rng(seed).choice(3, p=p, size=(10, 50))
+    faults += audit(toy(*p), Samples([[0]] * 10, tokens), draft=toy(*q), noise="float32").ok is False
+  assert faults == 0
+
+
+@pytest.mark.parametrize("size", [50, 300, 1000])
+def test_a_law_of_equals_has_a_constant_surprise(size):
+  """Its float32 sum is off by a bit everywhere, and varies by less."""
+  tokens = np.random.default_rng(0).integers(0, size, (50, 40))
+  report = audit(toy(*np.full(size, 1 / size)), Samples([[0]] * 50, tokens), noise="float32")
+  assert report.ok is True
+  assert "surprise" in report.skipped
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-3}])
+def test_ties_of_a_low_precision_engine_are_no_fault(settings):
+  """Argmaxes of rounded logits, whatever it is called that leaves one token; alone, and beside sampled rows."""
+  table = target().params
+  rounded = np.asarray(table + 0.05 * jax.random.normal(jax.random.key(3), table.shape))
+  prompts, greedy = np.random.default_rng(0).integers(1, V, (128, 3)), []
+  for prompt in prompts:
+    tokens = prompt.tolist()
+    for _ in range(NEW):
+      tokens.append(int(rounded[(len(tokens) - 1) % len(rounded), tokens[-2], tokens[-1]].argmax()))
+    greedy.append(tokens[3:])
+  alone = audit(target(), Samples(prompts, greedy), warp=specjax.Warp(**settings))
+  assert alone.ok is True
+  assert alone.greedy
+  assert 0.01 < alone.support.outside / alone.tokens < 0.05
+  drawn = part(samples(), slice(0, 128))
+  both = Samples([*prompts, *drawn.prompts], [*greedy, *drawn.tokens])
+  warp = dataclasses.replace(specjax.Warp().per_row(256))
+  values = {name: np.where(np.arange(256) < 128, value, getattr(warp, name)) for name, value in settings.items()}
+  mixed = audit(target(), both, warp=dataclasses.replace(warp, **values))
+  assert mixed.ok is True
+  assert not mixed.greedy
+
+
+def test_logprobs_of_the_temperature_alone_and_unknown_ones():
+  """What an engine tells before it truncates is no fault; nor is a null here and there."""
+  drawn = samples()
+  warp = specjax.Warp(top_k=4)
+  table = np.asarray(jax.nn.log_softmax(target().params, -1))
+  told = []
+  for prompt, tokens in zip(drawn.prompts, drawn.tokens, strict=True):
+    text = [*prompt.tolist(), *tokens.tolist()]
+    told.append([float(table[(t - 1) % len(table), text[t - 2], text[t - 1], text[t]]) for t in range(3, len(text))])
+  gaps = [[None if i % 10 == 0 else value for i, value in enumerate(row)] for row in told]
+  found = run(dataclasses.replace(drawn, logprobs=gaps), warp=warp).logprobs
+  assert found.off_scaled == found.off_raw == 0.0
+  assert found.off_warped > 0.5
+  assert run(dataclasses.replace(drawn, logprobs=gaps)).ok is True
+
+
+def test_one_bad_row_of_many():
+  """The last of 32, which no bin may dilute."""
+  drawn, bad = samples(), samples(engines.residual_from_p)
+  rows = np.arange(512) % 32
+  report = run(
+    dataclasses.replace(
+      drawn,
+      rows=rows,
+      tokens=[(bad if row == 31 else drawn).tokens[i] for i, row in enumerate(rows)],
+      labels=None,
+      logprobs=None,
+    )
+  )
+  assert report.ok is False
+  assert "only row 31" in report.verdict
+
+
+def test_no_contrast_without_a_sign():
+  for seed in range(20):
+    report = run(part(samples(), slice(seed, None, 20)))
+    assert report.ok is True
+    assert report.contrast is None
+
+
 def test_too_few_tokens():
   report = run(part(samples(), slice(0, 2)))
   assert report.ok is None
@@ -200,9 +289,14 @@ def test_too_few_tokens():
   assert not report.findings
 
 
-def test_ids_made_from_text_prove_nothing():
-  made = dataclasses.replace(samples(engines.residual_from_p), from_text=True)
-  report = run(made)
+@pytest.mark.parametrize(
+  ("rule", "settings"),
+  [(engines.residual_from_p, {}), (engines.right, {"warp": specjax.Warp(top_k=4)}), (engines.right, {"eos_id": 3})],
+)
+def test_ids_made_from_text_prove_nothing(rule, settings):
+  """Not by statistics; nor by ids outside a support, behind a stop token, or beyond a limit."""
+  made = dataclasses.replace(samples(rule), from_text=True, max_new_tokens=np.full(512, NEW - 1))
+  report = run(made, **settings)
   assert report.ok is None
   assert "Give token ids" in report.verdict
 

@@ -30,7 +30,7 @@ def test_choices_at_the_same_draw() -> None:
   assert seen[0] == [[], [], []]
   assert seen[1] == [[5, 6], [6], [6], [7]]  # round 0: offset 0 or the end, then the end; round 1: offset 0
   assert seen[2] == [[5, 6, 8, 10], [7, 11], [11]]
-  assert seen[3] == [[], []]  # another batch
+  assert seen[3] == [[5, 6], [6]]  # another batch: of its own row, the first one
   plain = Samples([[1]] * 4, tokens)
   seen = [
     [sorted(t for t in row if t >= 0) for row in choices.tolist()] for choices in dependence.aligned_choices(plain)
@@ -99,6 +99,34 @@ def test_requests_with_one_seed() -> None:
   assert report.ok is False
   assert report.test("echo").z > 5
   assert "echo: generations made together repeat each other's tokens" in report.verdict
+
+
+def test_one_seed_for_every_batch() -> None:
+  """Rows of a batch are independent, and each is what it was in the batch before."""
+  table, random = np.asarray(target().params), np.random.default_rng(0)
+  prompts = random.integers(1, V, (48, 3))
+
+  def sample(prompt: np.ndarray, seed: int) -> list[int]:
+    tokens, noise = prompt.tolist(), np.random.default_rng(seed).gumbel(size=(48, V))
+    for one in noise:
+      tokens.append(int((table[(len(tokens) - 1) % len(table), tokens[-2], tokens[-1]] + one).argmax()))
+    return tokens[3:]
+
+  shared, own = ([sample(p, seed(i)) for i, p in enumerate(prompts)] for seed in (lambda i: i % 4, lambda i: i + 100))
+  rows = np.arange(48) % 4
+  assert audit(target(), Samples(prompts, own, rows=rows), noise="float32").ok is True
+  report = audit(target(), Samples(prompts, shared, rows=rows), noise="float32")
+  assert report.ok is False
+  assert report.test("echo").z > 5
+
+
+def test_bits_do_not_look_shared_in_the_order_of_ends() -> None:
+  """Where earlier generations are the shorter ones, their stop tokens tell of the later ones; so they don't count."""
+  made = generate(Engine(), 3)
+  order = np.argsort([len(tokens) for tokens in made.tokens], kind="stable")
+  report = audit(target(), Samples([made.prompts[i] for i in order], [made.tokens[i] for i in order]), eos_id=STOP)
+  assert report.test("echo").adjusted > 1e-3
+  assert report.test("copy").adjusted > 1e-3
 
 
 def test_generations_that_end_too_late_or_too_early() -> None:

@@ -35,10 +35,13 @@ def law(logits, temperature=1.0, top_k=0):
 
 def moments(f, p, x):
   mean = (p * f).sum()
-  return f[x] - mean, (p * (f - mean) ** 2).sum(), (p * (f - mean) ** 3).sum()
+  second, third, fourth = ((p * (f - mean) ** n).sum() for n in (2, 3, 4))
+  return f[x] - mean, second, third, fourth - 3 * second**2
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 4}])
+@pytest.mark.parametrize(
+  "settings", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 4}, {"temperature": 0.8, "top_k": 1}]
+)
 def test_moments_are_exact(settings):
   warp = specjax.Warp(**settings).per_row(B)
   got = jax.device_get(SCORE(LOGITS, DRAFT_LOGITS, DRAWN, WATCHED, STOPS, warp))
@@ -59,18 +62,22 @@ def test_moments_are_exact(settings):
     assert set(got.moments) == set(expected)
     for name, f in expected.items():
       own = [leaf[b, t] for leaf in got.moments[name]]
-      np.testing.assert_allclose(own[:3], moments(f, p, x), atol=3e-5, err_msg=name)
+      np.testing.assert_allclose(own[:4], moments(f, p, x), atol=3e-5, rtol=2e-5, err_msg=name)
       deviations = (f - (p * f).sum())[p > 0]
-      assert own[3] <= deviations.min() + 1e-5
-      assert own[4] >= deviations.max() - 1e-5
+      assert own[4] <= deviations.min() + 1e-5
+      assert own[5] >= deviations.max() - 1e-5
     assert got.overlap[b, t] == pytest.approx(shared.sum(), abs=1e-6)
     left = np.maximum(p - q, 0)
-    np.testing.assert_allclose([m[b, t] for m in got.accepted[:3]], moments(ratio, shared / shared.sum(), x), atol=3e-5)
-    np.testing.assert_allclose([m[b, t] for m in got.residual[:3]], moments(ratio, left / left.sum(), x), atol=3e-5)
+    for found, weights in ((got.accepted, shared), (got.residual, left)):
+      own = [m[b, t] for m in found[:4]]
+      np.testing.assert_allclose(own, moments(ratio, weights / weights.sum(), x), atol=3e-5, rtol=2e-5)
     assert got.above[b, t] == pytest.approx(p[p > p[x]].sum(), abs=1e-6)
     assert got.tied[b, t] == pytest.approx(p[p == p[x]].sum(), abs=1e-6)
     raw = LOGITS[b, t][x] - math.log(np.exp(LOGITS[b, t].astype(np.float64)).sum())
     assert got.raw_log_p[b, t] == pytest.approx(raw, abs=1e-5)
+    scaled = law(LOGITS[b, t], settings.get("temperature", 1.0))[x]
+    assert got.scaled_log_p[b, t] == pytest.approx(math.log(scaled), abs=1e-5)
+    assert got.single[b, t] == ((p > 0).sum() == 1)
     least = LOGITS[b, t][p > 0].min()
     assert got.margin[b, t] == pytest.approx(max(least - LOGITS[b, t][x], 0), abs=1e-6)
 

@@ -9,7 +9,7 @@ import scipy.stats
 
 import specjax
 from specjax.audit import core, scores, stats
-from specjax.audit.scores import Moments
+from specjax.audit.scores import Moments, bernoulli
 from tests.audit import engines
 from tests.audit.engines import draft, part, right, samples, target
 
@@ -104,7 +104,7 @@ def test_tail_of_rare_events():
   for seen in (20, 25, 60, 75):
     hits = np.zeros(count)
     hits[:seen] = 1
-    m = Moments(hits - p, np.full(count, p * (1 - p)), np.full(count, p * (1 - p) * (1 - 2 * p)), -p, 1 - p)
+    m = bernoulli(hits - p, p, p * (1 - p))
     m = Moments(*(np.broadcast_to(x, count) for x in m))
     law = scipy.stats.binom(count, p)
     # Half of the probability of what was seen: the continuous law that the discrete one is compared with.
@@ -114,7 +114,7 @@ def test_tail_of_rare_events():
 
 def test_too_few_rare_events_are_no_test():
   p = np.full(100, 0.01)
-  m = Moments(0 - p, p * (1 - p), p * (1 - p) * (1 - 2 * p), -p, 1 - p)
+  m = bernoulli(0 - p, p, p * (1 - p))
   assert not stats.is_testable(m)
   with pytest.raises(ValueError, match="too few tokens"):
     stats.add_up("rare", m, 0.0)
@@ -130,7 +130,7 @@ def test_bets_have_mean_one_and_never_lose_all():
   p, f = np.array([0.7, 0.2, 0.1]), np.array([0.3, 1.6, 12.0])
   mean = (p * f).sum()
   variance = np.full(3, (p * (f - mean) ** 2).sum())
-  m = Moments(f - mean, variance, np.zeros(3), np.full(3, (f - mean).min()), np.full(3, (f - mean).max()))
+  m = Moments(f - mean, variance, np.zeros(3), np.zeros(3), np.full(3, (f - mean).min()), np.full(3, (f - mean).max()))
   growth = np.exp(stats._bets(m, 0.0))
   np.testing.assert_allclose(growth @ p, 1.0)
   assert growth.min() >= 1 - stats.LARGEST_LOSS - 1e-9
