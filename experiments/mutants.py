@@ -1,4 +1,4 @@
-"""Every planted fault against every check, and how many tokens of a real model the audit needs to see it.
+"""Every planted fault against every check, and how many tokens of a toy and of a real model the audit needs to see it.
 
   python -m experiments.mutants --config=configs/mutants.py [--config.model=smollm2-135m]
 
@@ -28,12 +28,13 @@ from specjax.audit.mutants import MUTANTS, Mutant
 from specjax.audit.suite import CHECKS, LEVEL
 from specjax.checks import slots
 from specjax.language_model import LanguageModel
+from specjax.models import tabular
 from specjax.tasks.prompts import prompts, right_padded
 from specjax.warp import Warp
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
 CONTROLS = {f"{name} rule": Engine(rule=rule) for name, rule in verify.RULES.items() if rule.lossless}
-UNSEEN = "not visible in output"
+PREFILL_CHUNK = 8  # so short that prompts leave no slack in the caches
 
 
 def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULTS, docs: pathlib.Path = DOCS):
@@ -55,11 +56,17 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
       for check, p_value in CHECKS.items():
         kept.item(f"{name}/{check}", lambda engine=engine, p_value=p_value: p_value(engine))
         bar.update()
-  tokens = {}
+  visible, tokens = [mutant for mutant in chosen if mutant.visible], {}
+  for index, mutant in enumerate(tqdm.tqdm(visible, desc="Auditing toys", disable=None)):
+    if index % 8 == 7:
+      jax.clear_caches()
+    needed = lambda mutant=mutant: Lab.of_toys(config, mutant).tokens_needed(mutant)  # noqa: E731
+    tokens[mutant.name] = {"toy": kept.item(f"{mutant.name}/toy", needed)}
   if config.model:
     lab = Lab.load(config)
-    for mutant in tqdm.tqdm([m for m in chosen if m.visible], desc="Auditing", disable=None):
-      tokens[mutant.name] = kept.item(f"{mutant.name}/tokens", lambda mutant=mutant: lab.tokens_needed(mutant))
+    for mutant in tqdm.tqdm(visible, desc="Auditing", disable=None):
+      found = kept.item(f"{mutant.name}/tokens", lambda mutant=mutant: lab.tokens_needed(mutant))
+      tokens[mutant.name]["model"] = found
   p_values = {name: {check: kept.items[f"{name}/{check}"] for check in CHECKS} for name in engines}
   summary = summarise(p_values, chosen, tokens)
   kept.finish(summary)
@@ -83,7 +90,7 @@ def summarise(
         "description": mutant.description,
         "visible": mutant.visible,
         "caught_by": caught[mutant.name],
-        "tokens": tokens.get(mutant.name) if mutant.visible else UNSEEN,
+        "tokens": tokens.get(mutant.name, {}) if mutant.visible else None,
       }
       for mutant in mutants
     ],
@@ -107,23 +114,39 @@ def flatter(model: LanguageModel) -> LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class Lab:
-  """A real model, prompts for it, and laws of several kinds in each batch."""
+  """A model, prompts for it, and laws of several kinds in each batch."""
 
   config: ml_collections.ConfigDict
   target: LanguageModel
   draft: LanguageModel
   prompts: list[list[int]]
   eos_ids: tuple[int, ...]
+  most: int  # tokens
 
   @classmethod
   def load(cls, config: ml_collections.ConfigDict) -> "Lab":
     target, tokenizer = specjax.load_model(config.model), specjax.load_tokenizer(config.model)
     texts = [tokenizer.encode(prompt.text) for prompt in prompts("mixed", config.rows, config.seed)]
     cut = [ids[: 16 + 8 * (i % 5)] for i, ids in enumerate(texts)]  # ragged
-    return cls(config, target, flatter(target), cut, tuple(tokenizer.eos_ids))
+    return cls(config, target, flatter(target), cut, tuple(tokenizer.eos_ids), config.tokens)
+
+  @classmethod
+  def of_toys(cls, config: ml_collections.ConfigDict, mutant: Mutant) -> "Lab":
+    """A tiny language and one much like it, or with what the fault needs to be seen: a recurrent state, or a padded
+    vocabulary. The last token ends a text."""
+    size, key, random = 16, jax.random.key(config.seed), np.random.default_rng(config.seed)
+    target = tabular.tabular(jax.random.fold_in(key, 0), size)
+    noise = jax.random.normal(jax.random.fold_in(key, 1), target.params.shape)
+    draft = tabular.from_table(target.params + 1.2 * noise)
+    if mutant.check == "padded vocabulary":
+      draft = tabular.tabular(jax.random.fold_in(key, 2), size + 4)
+    if mutant.check == "recurrent target":
+      target = tabular.recurrent(target)
+    prompts = [random.integers(0, size - 1, 1 + i % 5).tolist() for i in range(config.toy_rows)]
+    return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens)
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
-    """Generates, audits all so far, and doubles it, until the audit says that there is a fault, or config.tokens.
+    """Generates, audits all so far, and doubles it, until the audit says that there is a fault, or to `most`.
 
     Returns "needed": the tokens after which the e-process crossed its level, or all where another test was first; None
     if nothing was found. "tokens": how many there were. "unchanged": whether the first batch is that of the sound
@@ -150,7 +173,7 @@ class Lab:
       crossed = found.evidence.crossed if found.evidence else None
       if found.ok is False or crossed:
         return {"needed": crossed or text.num_tokens, "tokens": text.num_tokens, "unchanged": False}
-      if 2 * len(samples) * int(self.limits.sum()) > self.config.tokens:
+      if 2 * len(samples) * int(self.limits.sum()) > self.most:
         return {"needed": None, "tokens": text.num_tokens, "unchanged": False}
 
   @property
@@ -167,7 +190,7 @@ class Lab:
     """One batch: temperatures of 1, 0.7, and 0, and top-p of a hotter law."""
     config, rows = self.config, len(self.prompts)
     tokens, lengths = right_padded(self.prompts)
-    width = tokens.shape[1] + -tokens.shape[1] % 8  # an engine pads to this
+    width = tokens.shape[1] + -tokens.shape[1] % PREFILL_CHUNK  # an engine pads to this
     fields: dict[str, Any] = {
       "temperature": np.resize(np.array([1.0, 0.7, 1.5, 1.0, 0.0], np.float32), rows),
       "top_k": np.zeros(rows, np.int32),
@@ -185,17 +208,21 @@ class Lab:
       num_draft_tokens=config.num_draft_tokens,
       warp=warp,
       eos_id=self.eos_ids,
-      max_length=slots(width, width + config.new_tokens, config.num_draft_tokens),
+      max_length=slots(width, width + config.new_tokens, config.num_draft_tokens, PREFILL_CHUNK),
+      prefill_chunk=PREFILL_CHUNK,
     )
     labelled = sum(int(info.num_emitted.sum()) for info in run.rounds) == int((run.result.lengths - lengths).sum())
     rounds = run.rounds if labelled else None  # a fault may tell of tokens that it cuts off
     return Samples.from_result(run.result, lengths, rounds=rounds, max_new_tokens=self.limits), warp
 
 
-def _tokens(entry: Mapping[str, Any]) -> str:
-  tokens = entry["tokens"]
-  if tokens is None or isinstance(tokens, str):
-    return tokens or "not run"
+def _tokens(entry: Mapping[str, Any], where: str) -> str:
+  """where: "toy" or "model"."""
+  if entry["tokens"] is None:
+    return "not visible"
+  tokens = entry["tokens"].get(where)
+  if tokens is None:
+    return "not run"
   if tokens["unchanged"]:
     return f"same text, {tokens['tokens']:,}"
   return f"{tokens['needed']:,}" if tokens["needed"] else f"more than {tokens['tokens']:,}"
@@ -204,8 +231,11 @@ def _tokens(entry: Mapping[str, Any]) -> str:
 def _show(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, float | None]]) -> None:
   report.print_table(
     f"{summary['killed']} of {len(summary['mutants'])} planted faults caught, at level {LEVEL:.0e}",
-    ("", "caught by", "tokens the audit needs"),
-    [[m["name"], ", ".join(m["caught_by"]) or "NOTHING", _tokens(m)] for m in summary["mutants"]],
+    ("", "caught by", "tokens the audit needs: toy", "model"),
+    [
+      [m["name"], ", ".join(m["caught_by"]) or "NOTHING", *(_tokens(m, where) for where in ("toy", "model"))]
+      for m in summary["mutants"]
+    ],
   )
   least = min(p for name in CONTROLS for p in p_values[name].values() if p is not None)
   print(f"{summary['tests_of_exact_rules']} checks of the exact rules: least p-value {least:.2g}.")
@@ -238,20 +268,19 @@ def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, f
     "|---|---|---|",
     *(f"| {letter} | {name} | {described[name]} |" for letter, name in zip(letters, CHECKS, strict=True)),
     "",
-    "● caught, · not. The last column says how many tokens of a real model the audit of samples needed"
-    + (
-      f" ({config.model}; *same text*: the fault changed none of so many tokens, from the same keys)."
-      if config.model
-      else "; it is empty where no model was given."
-    ),
+    "● caught, · not. The last columns say how many tokens the audit of samples needed, in batches that double: of a "
+    f"tiny language, and of a real model ({config.model or 'not run'}). *Same text*: the fault changed none of so "
+    "many, from the same keys. *Not visible*: the law of the output is right, only speed or figures suffer.",
     "",
-    "| fault | what it does | " + " | ".join(letters) + " | tokens |",
-    "|---|---|" + ":-:|" * len(letters) + "--:|",
+    "| fault | what it does | " + " | ".join(letters) + " | tokens: toy | model |",
+    "|---|---|" + ":-:|" * len(letters) + "--:|--:|",
   ]  # fmt: skip
   for m in summary["mutants"]:
     marks = [_mark(p) for p in p_values[m["name"]].values()]
     described_fault = m["description"].replace("|", "\\|")
-    lines.append(f"| {m['name']} | {described_fault} | {' | '.join(marks)} | {_tokens(m)} |")
+    lines.append(
+      f"| {m['name']} | {described_fault} | {' | '.join(marks)} | {_tokens(m, 'toy')} | {_tokens(m, 'model')} |"
+    )
   if processes.first():
     with report.replacing(path) as temporary:
       temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -259,14 +288,16 @@ def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, f
 
 def _found_in_samples(summary: Mapping[str, Any]) -> list[str]:
   """How many of the faults that samples could show the audit has found in them."""
-  tokens = [m["tokens"] for m in summary["mutants"] if m["visible"] and m["tokens"]]
-  if not tokens:
-    return []
-  found, same = (sum(bool(each[name]) for each in tokens) for name in ("needed", "unchanged"))
-  return [
-    f"Of {len(tokens)} that samples could show, the audit of a real model's found {found}; {same} changed no text of "
-    f"that model; {len(tokens) - found - same} take more tokens than it got, or directions that no score points in.",
-  ]
+  lines = []
+  for where, name in (("toy", "a tiny language"), ("model", "a real model")):
+    tokens = [m["tokens"][where] for m in summary["mutants"] if m["visible"] and where in m["tokens"]]
+    found, same = (sum(bool(each[name]) for each in tokens) for name in ("needed", "unchanged"))
+    if tokens:
+      lines.append(
+        f"Of {len(tokens)} that samples could show, the audit found {found} in those of {name}; {same} changed no text "
+        f"there, {len(tokens) - found - same} take more tokens than it got."
+      )
+  return lines
 
 
 def _mark(p_value: float | None) -> str:
