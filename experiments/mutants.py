@@ -134,12 +134,13 @@ class Lab:
   def of_toys(cls, config: ml_collections.ConfigDict, mutant: Mutant) -> "Lab":
     """A tiny language and one much like it, or with what the fault needs to be seen: a recurrent state, or a padded
     vocabulary. The last token ends a text."""
-    size, key, random = 16, jax.random.key(config.seed), np.random.default_rng(config.seed)
+    size = 13 if mutant.check == "padded vocabulary" else 16
+    key, random = jax.random.key(config.seed), np.random.default_rng(config.seed)
     target = tabular.tabular(jax.random.fold_in(key, 0), size)
     noise = jax.random.normal(jax.random.fold_in(key, 1), target.params.shape)
     draft = tabular.from_table(target.params + 1.2 * noise)
     if mutant.check == "padded vocabulary":
-      draft = tabular.tabular(jax.random.fold_in(key, 2), size + 4)
+      draft = tabular.tabular(jax.random.fold_in(key, 2), 16)
     if mutant.check == "recurrent target":
       target = tabular.recurrent(target)
     prompts = [random.integers(0, size - 1, 1 + i % 5).tolist() for i in range(config.toy_rows)]
