@@ -143,7 +143,7 @@ class Lab:
       draft = tabular.tabular(jax.random.fold_in(key, 2), 16)
     if mutant.check == "recurrent target":
       target = tabular.recurrent(target)
-    prompts = [random.integers(0, size - 1, 1 + i % 5).tolist() for i in range(config.toy_rows)]
+    prompts = [random.integers(0, size - 1, 1 + i % 8).tolist() for i in range(config.toy_rows)]
     return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens)
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Lab:
   @property
   def limits(self) -> np.ndarray:
     """int[B]: ragged, since a result ends with the longest, whatever went on behind it."""
-    return self.config.new_tokens - np.arange(len(self.prompts)) % 5
+    return self.config.new_tokens - 3 * np.arange(len(self.prompts)) % 7
 
   @functools.cached_property
   def sound(self) -> Sequence[Any]:

@@ -195,7 +195,11 @@ def test_a_run_whose_script_was_interrupted_is_followed(cloud: Cloud) -> None:
   command = [str(cloud.root / "launch" / "tpu_vm.sh"), *FLAGS, "--poll=1", "toy", "--slow"]
   said = cloud.folder / "said"  # a pipe would be held open by what outlives the script
   with said.open("w") as file:
-    script = subprocess.Popen(command, env=cloud.environment, start_new_session=True, stdout=file, stderr=file)
+    # Whatever runs the tests may ignore SIGINT, as a job in the background does, and a shell can't trap it then.
+    script = subprocess.Popen(
+      command, env=cloud.environment, start_new_session=True, stdout=file, stderr=file,
+      preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
   for _ in range(300):
     if reached.exists():
       break
