@@ -253,7 +253,15 @@ def test_report_as_json_text_and_figure(tmp_path):
   assert (tmp_path / "report.png").stat().st_size > 10_000
   assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
   few = run(part(samples(), slice(0, 2)))
-  few.plot(tmp_path / "few.svg")
+  few.plot(tmp_path / "few.SVG")
+
+
+@pytest.mark.parametrize("name", ["a", "a.txt", ".png", "folder.png/a"])
+def test_a_figure_of_no_format(name, tmp_path):
+  report = run(part(samples(), slice(0, 2)))
+  with pytest.raises(ValueError, match=r"must have one of these suffixes: .*\.pdf, .*\.png"):
+    report.plot(tmp_path / name)
+  assert not list(tmp_path.iterdir())
 
 
 BAD = {
