@@ -4,6 +4,7 @@ Each can be set on the command line: --config.samples=engine.jsonl --config.temp
 """
 
 import ml_collections
+from ml_collections import config_dict
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -17,8 +18,11 @@ def get_config() -> ml_collections.ConfigDict:
       "top_k": 0,
       "top_p": 1.0,
       "min_p": 0.0,
+      # Ids that end a generation: None, the tokenizer's; (), none, for a run that ignored them.
+      "eos": config_dict.placeholder(tuple),
       "noise": "bfloat16",  # what the engine's numerics may do: "float32" or "bfloat16"
       "alpha": 1e-3,  # probability of calling a fault where there is none
+      "power": 0.8,  # of finding the excess stated as detectable
       "seed": 0,
       "demo_prompts": 8,  # of the demonstration
       "demo_tokens": 64,

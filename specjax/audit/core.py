@@ -6,7 +6,9 @@ tested here is what was drawn; how it came about (acceptance, caches, keys) is g
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,11 @@ from specjax.warp import DEFAULT_WARP, Warp
 DIRECTIONS = ("surprise", "draft", "argmax", "repeat", "copy", "echo", "stop")
 
 
+def _require_number(name: str, value: Any) -> None:
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    raise TypeError(f"{name}={value!r} must be a number.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Noise:
   """What the numerics of an engine may do to its law without being called a fault.
@@ -29,6 +36,8 @@ class Noise:
     docs/audit.md for what was measured); a law at distance KL nats can't drift by more than sqrt(2 KL) or so.
   logits: by how much two logits may change places; mass: probability by which a top_p may be exceeded.
   outside: share of the tokens that may fall outside a truncated support in these ways; flips: the same for argmax.
+
+  Raises TypeError for what is no number, and ValueError for a negative one, an infinite one, NaN, and a share above 1.
   """
 
   drift: float
@@ -36,6 +45,13 @@ class Noise:
   mass: float
   outside: float
   flips: float
+
+  def __post_init__(self) -> None:
+    for name, value in vars(self).items():
+      _require_number(f"noise.{name}", value)
+      if not 0 <= value < math.inf or (value > 1 and name not in ("drift", "logits")):
+        words = "finite and 0 or more" if name in ("drift", "logits") else "a share from 0 to 1"
+        raise ValueError(f"noise.{name}={value} must be {words}.")
 
 
 NOISE = {
@@ -72,7 +88,7 @@ def audit(
   Raises ValueError for ids outside the vocabulary, sequences beyond the target's context, samples without any generated
   token, a draft model with another vocabulary, and a target whose law is NaN.
   """
-  warp, stop_ids, noise = _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power)
+  warp, stop_ids, noise = _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power, seed)
   scores = score(target, samples, warp, stop_ids, draft)
   _require_laws(samples, scores)
   return judge(
@@ -144,7 +160,8 @@ def drift(
   samples' tokens of E_engine f - E_target f, in standard deviations of f: what `Noise.drift` has to allow. A test over
   n tokens moves by this times sqrt(n).
   """
-  warp, stop_ids, _ = _check(target, samples, warp, engine, None, None, "float32", 0.5, 0.5)
+  _require_model("engine", engine)
+  warp, stop_ids, _ = _check(target, samples, warp, engine, None, None, "float32", 0.5, 0.5, 0)
   scores = score(target, samples, warp, stop_ids, engine, expected=True, description="Comparing")
   _require_laws(samples, scores)
   return {
@@ -153,26 +170,49 @@ def drift(
   }
 
 
-def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power) -> tuple[Warp, np.ndarray, Noise]:
+def check_settings(rule: str | None, noise: str | Noise, alpha: float, power: float, seed: int) -> Noise:
+  """What can be said of an audit's settings before there is a target."""
+  for name, value, high in (("alpha", alpha, 0.5), ("power", power, 1.0)):
+    _require_number(name, value)
+    if not 0.0 < value <= high or value == 1.0:
+      raise ValueError(f"{name}={value} must be a probability above 0 and at most {high:g} (below 1).")
+  if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+    raise TypeError(f"seed={seed!r} must be a whole number, 0 or more.")
+  if seed < 0:
+    raise ValueError(f"seed={seed} must be 0 or more.")
+  if rule not in (None, "token"):
+    raise ValueError(f"rule={rule!r} is unknown; allowed: 'token', or None where acceptance is not to be judged.")
+  if isinstance(noise, Noise):
+    return noise
+  words = f"Known: {', '.join(NOISE)}; or pass a specjax.audit.Noise."
+  if not isinstance(noise, str):
+    raise TypeError(f"noise={noise!r} is neither a name nor a Noise. {words}")
+  if noise not in NOISE:
+    raise ValueError(f"noise={noise!r} is unknown. {words}")
+  return NOISE[noise]
+
+
+def _require_model(name: str, value: Any) -> None:
+  if not isinstance(value, LanguageModel):
+    has_one = isinstance(getattr(value, "model", None), LanguageModel)
+    hint = (
+      f"pass {name}.model." if has_one else "what drafts without a model, such as n-grams, has no law to compare with."
+    )
+    raise TypeError(f"{name} must be a specjax.LanguageModel, got {type(value).__name__}: {hint}")
+
+
+def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power, seed) -> tuple[Warp, np.ndarray, Noise]:
   checks.models(target, None, 0)
   if not isinstance(samples, Samples):
     raise TypeError(f"samples must be specjax.audit.Samples, got {type(samples).__name__}; see Samples.read.")
   if not samples.num_tokens:
     raise ValueError(f"none of the {len(samples.tokens)} generations holds a token: there is nothing to audit.")
-  for name, low, high in (("alpha", 0.0, 0.5), ("power", 0.0, 1.0)):
-    value = {"alpha": alpha, "power": power}[name]
-    if not low < value <= high or value == 1.0:
-      raise ValueError(f"{name}={value} must be a probability above {low:g} and at most {high:g} (below 1).")
-  if isinstance(noise, str):
-    if noise not in NOISE:
-      raise ValueError(f"noise={noise!r} is unknown. Known: {', '.join(NOISE)}; or pass a specjax.audit.Noise.")
-    noise = NOISE[noise]
+  noise = check_settings(rule, noise, alpha, power, seed)
   if draft is not None:
+    _require_model("draft", draft)
     checks.models(draft, None, 0)
     if not checks.vocabularies_match(draft.num_ids, target.num_ids):
       raise ValueError(f"the draft model has {draft.num_ids} tokens, the target {target.num_ids}.")
-  if rule not in (None, "token"):
-    raise ValueError(f"rule={rule!r} is unknown; allowed: 'token', or None where acceptance is not to be judged.")
   if rule and (draft is None or samples.labels is None):
     raise ValueError("rule='token' needs the draft model and samples with labels.")
   for i, (prompt, tokens) in enumerate(zip(samples.prompts, samples.tokens, strict=True)):

@@ -40,7 +40,12 @@ def draw(report: Report) -> Any:
 
 
 def save(report: Report, path: pathlib.Path) -> None:
-  """Draws the figure into a file."""
+  """Draws the figure into a file, in the format of its suffix; ValueError for a suffix that matplotlib has none for."""
+  from matplotlib.backend_bases import FigureCanvasBase
+
+  known = sorted(FigureCanvasBase.get_supported_filetypes())
+  if path.suffix[1:].lower() not in known:
+    raise ValueError(f"{path} must have one of these suffixes: {', '.join(f'.{name}' for name in known)}.")
   with replacing(path) as temporary:
     draw(report).savefig(temporary)
 

@@ -5,6 +5,8 @@ than an audit against the target's own law, and says nothing about which of the 
 """
 
 import dataclasses
+import numbers
+from typing import Any
 
 import numpy as np
 import tqdm
@@ -58,8 +60,10 @@ def two_sample(
   generations have the same token; behind the end of one there is none, and none equals none. Generations are exchanged
   between a and b within prompts alone, so the p-value is right however prompts differ.
 
-  Raises ValueError where no prompt has two generations or more in both.
+  Raises ValueError where no prompt has two generations or more in both, and for settings that can't be; TypeError for
+  those of other types.
   """
+  _check(a, b, length, permutations, alpha, seed)
   if permutations < 1 / alpha:
     raise ValueError(f"permutations={permutations} can't give a p-value as low as alpha={alpha}: {1 / alpha:.0f} can.")
   groups = [_by_prompt(samples) for samples in (a, b)]
@@ -89,6 +93,23 @@ def two_sample(
     length=length,
     alpha=alpha,
   )
+
+
+def _check(a: Any, b: Any, length: Any, permutations: Any, alpha: Any, seed: Any) -> None:
+  for name, samples in (("a", a), ("b", b)):
+    if not isinstance(samples, Samples):
+      raise TypeError(f"{name} must be specjax.audit.Samples, got {type(samples).__name__}; see Samples.read.")
+  if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.floating):
+    raise TypeError(f"alpha={alpha!r} must be a number.")
+  if not 0 < alpha < 1:
+    raise ValueError(f"alpha={alpha} must be above 0 and below 1.")
+  for name, value, low in (("length", length, 1), ("permutations", permutations, 1), ("seed", seed, 0)):
+    if name == "length" and value is None:
+      continue
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+      raise TypeError(f"{name}={value!r} must be a whole number of {low} or more.")
+    if value < low:
+      raise ValueError(f"{name}={value} must be {low} or more.")
 
 
 def _by_prompt(samples: Samples) -> dict[bytes, list[np.ndarray]]:

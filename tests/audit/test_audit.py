@@ -347,7 +347,15 @@ def test_report_as_json_text_and_figure(tmp_path):
   assert (tmp_path / "report.png").stat().st_size > 10_000
   assert [path.name for path in tmp_path.iterdir()] == ["report.png"]
   few = run(part(samples(), slice(0, 2)))
-  few.plot(tmp_path / "few.svg")
+  few.plot(tmp_path / "few.SVG")
+
+
+@pytest.mark.parametrize("name", ["a", "a.txt", ".png", "folder.png/a"])
+def test_a_figure_of_no_format(name, tmp_path):
+  report = run(part(samples(), slice(0, 2)))
+  with pytest.raises(ValueError, match=r"must have one of these suffixes: .*\.pdf, .*\.png"):
+    report.plot(tmp_path / name)
+  assert not list(tmp_path.iterdir())
 
 
 BAD = {
@@ -356,6 +364,26 @@ BAD = {
   "empty": (lambda: Samples([[1]], [[]]), {}, "none of the 1 generations holds a token"),
   "noise": (samples, {"noise": "float8"}, "noise='float8' is unknown"),
   "alpha": (samples, {"alpha": 0.0}, "alpha=0.0"),
+  "alpha as text": (samples, {"alpha": "0.1"}, "alpha='0.1' must be a number"),
+  "power": (samples, {"power": None}, "power=None must be a number"),
+  "power of nan": (samples, {"power": float("nan")}, "power=nan must be a probability"),
+  "no noise": (samples, {"noise": None}, "noise=None is neither a name nor a Noise. Known: float32, bfloat16; or"),
+  "a dict": (samples, {"noise": {}}, "noise={} is neither a name nor a Noise"),
+  "a number": (samples, {"noise": 0.1}, "noise=0.1 is neither a name nor a Noise"),
+  "seed": (samples, {"seed": -1}, "seed=-1 must be 0 or more"),
+  "half a seed": (samples, {"seed": 0.5}, "seed=0.5 must be a whole number"),
+  "no seed": (samples, {"seed": None}, "seed=None must be a whole number"),
+  "a draft of 3": (samples, {"draft": 3}, "draft must be a specjax.LanguageModel, got int"),
+  "n-grams": (
+    samples,
+    {"draft": specjax.NGramDrafter()},
+    "draft must be .* got NGramDrafter: what drafts without a model",
+  ),
+  "drafter": (
+    samples,
+    {"draft": specjax.ModelDrafter(draft())},
+    "got ModelDrafter: pass draft.model",
+  ),
   "rule": (samples, {"rule": "block"}, "rule='block' is unknown"),
   "rule without draft": (samples, {"rule": "token", "draft": None}, "needs the draft model"),
   "eos": (samples, {"eos_id": 99}, r"eos_id\[0\]=99"),
@@ -365,10 +393,30 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_values(name):
+def test_bad_values(name, monkeypatch):
+  monkeypatch.setattr(core, "score", lambda *_, **__: pytest.fail("before anything expensive"))
   make, settings, message = BAD[name]
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     run(make(), **settings)
+
+
+def test_the_drift_of_no_engine():
+  with pytest.raises(TypeError, match=r"engine must be a specjax.LanguageModel, got NoneType"):
+    drift(target(), None, samples())
+
+
+@pytest.mark.parametrize(("values", "message"), [
+  ((-1, 1.0, 0.1, 0.1, 0.1), "noise.drift=-1 must be finite and 0 or more"),
+  ((0.0, float("nan"), 0.1, 0.1, 0.1), "noise.logits=nan must be finite and 0 or more"),
+  ((0.0, float("inf"), 0.1, 0.1, 0.1), "noise.logits=inf must be finite"),
+  ((0.0, 1.0, "0.1", 0.1, 0.1), "noise.mass='0.1' must be a number"),
+  ((0.0, 1.0, 0.1, None, 0.1), "noise.outside=None must be a number"),
+  ((0.0, 1.0, 0.1, 0.1, True), "noise.flips=True must be a number"),
+  ((0.0, 1.0, 0.1, 5, 0.1), "noise.outside=5 must be a share from 0 to 1"),
+])  # fmt: skip
+def test_noise_that_can_not_be(values, message):
+  with pytest.raises((TypeError, ValueError), match=message):
+    core.Noise(*values)
 
 
 def test_beyond_the_context():

@@ -48,6 +48,29 @@ def test_little_says_little():
   assert "CAN'T SAY" in str(found)
 
 
+BAD = {
+  "alpha of 0": ({"alpha": 0}, "alpha=0 must be above 0 and below 1"),
+  "alpha of 1": ({"alpha": 1.0}, "alpha=1.0 must be above 0"),
+  "negative alpha": ({"alpha": -0.1}, "alpha=-0.1 must be above 0"),
+  "alpha of nan": ({"alpha": float("nan")}, "alpha=nan must be above 0"),
+  "alpha as text": ({"alpha": "0.1"}, "alpha='0.1' must be a number"),
+  "length": ({"length": 0}, "length=0 must be 1 or more"),
+  "negative length": ({"length": -3}, "length=-3 must be 1 or more"),
+  "half a length": ({"length": 2.5}, "length=2.5 must be a whole number of 1 or more"),
+  "permutations": ({"permutations": 2000.5}, "permutations=2000.5 must be a whole number"),
+  "seed": ({"seed": -1}, "seed=-1 must be 0 or more"),
+  "a": ({"a": [[1], [1]]}, "a must be specjax.audit.Samples, got list; see Samples.read"),
+  "b": ({"b": None}, "b must be specjax.audit.Samples, got NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values(name):
+  settings, message = BAD[name]
+  with pytest.raises((TypeError, ValueError), match=message):
+    two_sample(**{"a": engine(0), "b": engine(1), **settings})
+
+
 def test_no_shared_prompts():
   with pytest.raises(ValueError, match="no prompt has two generations"):
     two_sample(Samples([[1], [1]], [[1], [1]]), Samples([[2], [2]], [[1], [1]]))
