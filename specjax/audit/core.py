@@ -14,7 +14,7 @@ import numpy as np
 
 from specjax import checks
 from specjax.audit import dependence, stats, where
-from specjax.audit.report import LogprobCheck, Report, Support, conclude
+from specjax.audit.report import FAMILIES, LogprobCheck, Report, Support, conclude
 from specjax.audit.samples import Samples
 from specjax.audit.scores import Moments, Scores, bernoulli, score
 from specjax.language_model import LanguageModel
@@ -117,9 +117,10 @@ def judge(
   tests = [stats.add_up(name, m, noise.drift) for name, m in moments.items() if stats.is_testable(m)]
   rank = stats.uniform_test(scores.above[inside][free], scores.tied[inside][free], seed, noise.drift)
   tests += [] if rank is None else [rank]
-  tests = stats.with_power(tests, alpha / 2, power, noise.drift)
+  level = alpha / FAMILIES
+  tests = stats.with_power(tests, level, power, noise.drift)
   parts = where.parts(partitions, moments, noise.drift)
-  signs = {t.name for t in tests if t.adjusted <= alpha / 2} | {p.score for p in parts if p.adjusted <= alpha / 2}
+  signs = {t.name for t in tests if t.adjusted <= level} | {p.score for p in parts if p.adjusted <= level}
   found = {name: m for name, m in moments.items() if name in signs} or (moments if signs else {})  # `rank` has no parts
   return conclude(
     Report(

@@ -61,7 +61,7 @@ def _scores(axes: Any, report: Report) -> None:
   threshold = float(scipy.stats.norm.isf(report.alpha / 4 / max(len(tests), 1)))
   for index, test in enumerate(tests):
     shown = float(np.clip(test.z, -MOST_SHOWN, MOST_SHOWN))
-    axes.barh(index, shown, color=_FAULT if test.adjusted <= report.alpha / 2 else _CLEAN, height=0.65)
+    axes.barh(index, shown, color=_FAULT if test.adjusted <= report.level else _CLEAN, height=0.65)
     inwards = abs(shown) > MOST_SHOWN / 2
     axes.annotate(
       f"{test.z:+.1f}",
@@ -76,7 +76,7 @@ def _scores(axes: Any, report: Report) -> None:
   axes.axvline(0, color="black", lw=0.8)
   axes.set_yticks(range(len(tests)), [test.name for test in tests])
   axes.set_xlim(-MOST_SHOWN, MOST_SHOWN)
-  axes.set_xlabel(f"z (grey: what chance does, false alarms {report.alpha / 2:g})")
+  axes.set_xlabel(f"z (grey: what chance does, false alarms {report.level:g})")
 
 
 def _evidence(axes: Any, report: Report) -> None:
@@ -106,7 +106,7 @@ def _parts(figure: Any, axes: Any, report: Report) -> None:
   for part in report.parts:
     row, column = groups.index((part.grouping, part.group)), scores.index(part.score)
     z[row, column] = part.z
-    mark = "bold" if part.adjusted <= report.alpha / 2 else "normal"
+    mark = "bold" if part.adjusted <= report.level else "normal"
     colour = "white" if abs(part.z) > 6 else "black"
     axes.text(column, row, f"{part.z:+.1f}", ha="center", va="center", fontsize=8.5, color=colour, weight=mark)
   image = axes.imshow(z, cmap="RdBu_r", vmin=-10, vmax=10, aspect="auto")

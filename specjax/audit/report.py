@@ -17,6 +17,7 @@ from specjax import files
 from specjax.audit.stats import Evidence, Test
 from specjax.audit.where import Contrast, Part
 
+FAMILIES = 3  # of tests, which share alpha
 LEAST_TOKENS = 250  # below, only a drift of a quarter of a standard deviation a token or more could be found
 
 MEANINGS = {
@@ -120,10 +121,15 @@ class Report:
   noise: dict[str, float]
 
   @property
+  def level(self) -> float:
+    """Of each of three families: main tests, parts, and the number of tokens just outside the support."""
+    return self.alpha / FAMILIES
+
+  @property
   def findings(self) -> tuple[Test | Part, ...]:
-    """The tests and parts that are significant, the clearest first; each family may spend half of alpha."""
+    """The tests and parts that are significant, the clearest first."""
     entries: tuple[Test | Part, ...] = (*self.tests, *self.parts)
-    significant = [entry for entry in entries if entry.adjusted <= self.alpha / 2]
+    significant = [entry for entry in entries if entry.adjusted <= self.level]
     return tuple(sorted(significant, key=lambda entry: (isinstance(entry, Part), -abs(entry.z))))
 
   def test(self, name: str) -> Test:
@@ -158,7 +164,7 @@ class Report:
     console = rich.console.Console(width=118, no_color=True)
     with console.capture() as capture:
       console.print(rich.text.Text(self.verdict))
-      console.print(_table(self.tests, self.alpha / 2))
+      console.print(_table(self.tests, self.level))
       if self.rule_tests:
         console.print(rich.text.Text("If the rule is token verification with this draft model:"))
         console.print(_table(self.rule_tests, self.alpha))
@@ -216,7 +222,7 @@ def _proofs(report: Report) -> list[str]:
 
 def _signs(report: Report) -> list[str]:
   out = []
-  if report.support.p_value < report.alpha / 2:
+  if report.support.p_value < report.level:
     out.append(f"{report.support.outside} tokens lie just outside the support, more than numerics would bring there.")
   for entry in [e for e in report.findings if isinstance(e, Test)][:3]:
     size = f"z = {entry.z:+.1f}, p = {entry.adjusted:.1g}; the laws are at least {100 * entry.tv:.2g} % apart a token"

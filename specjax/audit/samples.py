@@ -22,7 +22,7 @@ from specjax.result import SampleResult
 LABELS = ("accepted", "residual", "bonus")
 _PER_GENERATION = {"rows": "row", "max_new_tokens": "max_new_tokens"}  # and their names in a line
 _PER_TOKEN = ("labels", "logprobs", "draft_logprobs")
-_ROUNDING = 1e-6  # of a log-probability, which is at most 0
+_ROUNDING = 0.05  # of a log-probability, which is at most 0; as coarse as bfloat16 has it
 
 
 class Encoder(Protocol):
