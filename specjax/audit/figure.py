@@ -21,7 +21,8 @@ def draw(report: Report) -> Any:
   """A matplotlib figure, not attached to any window."""
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(13, 7.5), dpi=130, layout="constrained")
+  lines = len({(part.grouping, part.group) for part in report.parts})  # of the table, which must stay legible
+  figure = Figure(figsize=(13, max(7.5, 1.5 + 0.16 * lines)), dpi=130, layout="constrained")
   grid = figure.add_gridspec(2, 2, width_ratios=[1, 1.35], height_ratios=[1.25, 1])
   _scores(figure.add_subplot(grid[0, 0]), report)
   _evidence(figure.add_subplot(grid[1, 0]), report)
@@ -58,7 +59,7 @@ def _plain(axes: Any, title: str) -> None:
 def _scores(axes: Any, report: Report) -> None:
   _plain(axes, "Each score, in standard deviations")
   tests = report.tests[::-1]
-  threshold = float(scipy.stats.norm.isf(report.alpha / 4 / max(len(tests), 1)))
+  threshold = float(scipy.stats.norm.isf(report.level / 2 / max(len(tests), 1)))
   for index, test in enumerate(tests):
     shown = float(np.clip(test.z, -MOST_SHOWN, MOST_SHOWN))
     axes.barh(index, shown, color=_FAULT if test.adjusted <= report.level else _CLEAN, height=0.65)
@@ -76,7 +77,7 @@ def _scores(axes: Any, report: Report) -> None:
   axes.axvline(0, color="black", lw=0.8)
   axes.set_yticks(range(len(tests)), [test.name for test in tests])
   axes.set_xlim(-MOST_SHOWN, MOST_SHOWN)
-  axes.set_xlabel(f"z (grey: what chance does, false alarms {report.level:g})")
+  axes.set_xlabel(f"z (grey: what chance does, false alarms {report.level:.1g})")
 
 
 def _evidence(axes: Any, report: Report) -> None:
