@@ -190,7 +190,7 @@ def test_overwriting_keeps_the_old_until_the_new_is_there(tmp_path: pathlib.Path
   first = started(target)
   second = step(first, target, specjax.NGramDrafter())[0]
   specjax.save_state(first, path)
-  with pytest.raises(ValueError, match="already exists"):
+  with pytest.raises(ValueError, match="state exists already: pass overwrite=True"):
     specjax.save_state(second, path)
 
   def killed():

@@ -93,7 +93,9 @@ def write(path: str | os.PathLike[str], tree: Any, mark: str, about: dict[str, A
 
   where, custom_metadata = _absolute(path), cast(Any, {mark: about | {"checksums": checksums(tree)}})
   old = pathlib.Path(where)
-  if not overwrite or "://" in where or not old.exists():
+  if not overwrite and "://" not in where and old.exists():
+    raise ValueError(f"{path} exists already: pass overwrite=True to put the new one in its place, or another path.")
+  if "://" in where or not old.exists():
     ocp.save(where, tree, custom_metadata=custom_metadata, overwrite=overwrite)
     return
   if not is_orbax(old):

@@ -152,7 +152,7 @@ def test_joint_law_over_a_split_vocabulary(found) -> None:
     ("another draft", "ValueError: {folder}/states/0 is of another target or drafter, or of another form"),
     ("no state", "ValueError: {folder}/saved is an orbax checkpoint, but not one of specjax.save_state"),
     ("no model", "ValueError: {folder}/states/0 is an orbax checkpoint, but not one of specjax.save_model"),
-    ("exists", "ValueError: Destination {folder}/saved already exists"),
+    ("exists", "ValueError: {folder}/saved exists already: pass overwrite=True"),
     ("damaged", "ValueError: {folder}/damaged can't be read, it is damaged or of another model: "),
     ("rules", "ValueError: rules without a mesh place nothing"),
     ("heads read", "ValueError: heads can't be split over 8 devices: the model has 6"),
