@@ -34,6 +34,7 @@ from specjax.warp import Warp
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
 CONTROLS = {f"{name} rule": Engine(rule=rule) for name, rule in verify.RULES.items() if rule.lossless}
+TOY_NEEDS = ("padded vocabulary", "recurrent target")  # checks whose faults take toys of their own
 PREFILL_CHUNK = 8  # so short that prompts leave no slack in the caches
 
 
@@ -57,11 +58,12 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
         kept.item(f"{name}/{check}", lambda engine=engine, p_value=p_value: p_value(engine))
         bar.update()
   visible, tokens = [mutant for mutant in chosen if mutant.visible], {}
+  lab_of = functools.cache(lambda needs: Lab.of_toys(config, needs))  # keeps the sound engine's text, too
   for index, mutant in enumerate(tqdm.tqdm(visible, desc="Auditing toys", disable=None)):
     if index % 8 == 7:
       jax.clear_caches()
-    needed = lambda mutant=mutant: Lab.of_toys(config, mutant).tokens_needed(mutant)  # noqa: E731
-    tokens[mutant.name] = {"toy": kept.item(f"{mutant.name}/toy", needed)}
+    toys = lab_of(mutant.check if mutant.check in TOY_NEEDS else None)
+    tokens[mutant.name] = {"toy": kept.item(f"{mutant.name}/toy", functools.partial(toys.tokens_needed, mutant))}
   if config.model:
     lab = Lab.load(config)
     for mutant in tqdm.tqdm(visible, desc="Auditing", disable=None):
@@ -131,17 +133,17 @@ class Lab:
     return cls(config, target, flatter(target), cut, tuple(tokenizer.eos_ids), config.tokens)
 
   @classmethod
-  def of_toys(cls, config: ml_collections.ConfigDict, mutant: Mutant) -> "Lab":
-    """A tiny language and one much like it, or with what the fault needs to be seen: a recurrent state, or a padded
-    vocabulary. The last token ends a text."""
-    size = 13 if mutant.check == "padded vocabulary" else 16
+  def of_toys(cls, config: ml_collections.ConfigDict, needs: str | None) -> "Lab":
+    """A tiny language and one much like it, or what a fault needs to be seen, of TOY_NEEDS: a recurrent state, or a
+    padded vocabulary. The last token ends a text."""
+    size = 13 if needs == "padded vocabulary" else 16
     key, random = jax.random.key(config.seed), np.random.default_rng(config.seed)
     target = tabular.tabular(jax.random.fold_in(key, 0), size)
     noise = jax.random.normal(jax.random.fold_in(key, 1), target.params.shape)
     draft = tabular.from_table(target.params + 1.2 * noise)
-    if mutant.check == "padded vocabulary":
+    if needs == "padded vocabulary":
       draft = tabular.tabular(jax.random.fold_in(key, 2), 16)
-    if mutant.check == "recurrent target":
+    if needs == "recurrent target":
       target = tabular.recurrent(target)
     prompts = [random.integers(0, size - 1, 1 + i % 8).tolist() for i in range(config.toy_rows)]
     return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens)

@@ -334,6 +334,14 @@ def count(name: str, value: int, low: int) -> int:
   return int(value)
 
 
+def whole(name: str, value: Any, low: int) -> None:
+  """Raises TypeError or ValueError unless it is a whole number, at least `low`."""
+  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    raise TypeError(f"{name}={value!r} must be a whole number of {low} or more.")
+  if value < low:
+    raise ValueError(f"{name}={value} must be {low} or more.")
+
+
 def row_key(key: Array, batch: int) -> None:
   """Raises TypeError or ValueError unless it is a typed key, or one for each row, whose rows draw independently."""
   if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):

@@ -177,10 +177,7 @@ def check_settings(rule: str | None, noise: str | Noise, alpha: float, power: fl
     _require_number(name, value)
     if not 0.0 < value <= high or value == 1.0:
       raise ValueError(f"{name}={value} must be a probability above 0 and at most {high:g} (below 1).")
-  if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-    raise TypeError(f"seed={seed!r} must be a whole number, 0 or more.")
-  if seed < 0:
-    raise ValueError(f"seed={seed} must be 0 or more.")
+  checks.whole("seed", seed, 0)
   if rule not in (None, "token"):
     raise ValueError(f"rule={rule!r} is unknown; allowed: 'token', or None where acceptance is not to be judged.")
   if isinstance(noise, Noise):
@@ -234,7 +231,7 @@ def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power, seed
 
 def _place(samples: Samples, index: int) -> tuple[int, int]:
   """(generation, position in it) of a token of the samples."""
-  ends = np.cumsum([len(tokens) for tokens in samples.tokens])
+  ends = np.cumsum(samples.counts)
   generation = int(np.searchsorted(ends, index, side="right"))
   return generation, int(index - (ends[generation] - len(samples.tokens[generation])))
 
@@ -291,7 +288,7 @@ def _behind_stop(samples: Samples, stop_ids: np.ndarray) -> int:
 
 def _beyond_limit(samples: Samples) -> int:
   """Generations with more tokens than they were allowed."""
-  return 0 if samples.max_new_tokens is None else int((_lengths(samples) > samples.max_new_tokens).sum())
+  return 0 if samples.max_new_tokens is None else int((samples.counts > samples.max_new_tokens).sum())
 
 
 def _ended_early(samples: Samples, stop_ids: np.ndarray) -> int:
@@ -299,11 +296,7 @@ def _ended_early(samples: Samples, stop_ids: np.ndarray) -> int:
   if samples.max_new_tokens is None or not stop_ids.size:
     return 0
   stopped = np.array([bool(np.isin(tokens[-1:], stop_ids).any()) for tokens in samples.tokens])
-  return int(((_lengths(samples) < samples.max_new_tokens) & ~stopped).sum())
-
-
-def _lengths(samples: Samples) -> np.ndarray:
-  return np.array([len(tokens) for tokens in samples.tokens])
+  return int(((samples.counts < samples.max_new_tokens) & ~stopped).sum())
 
 
 def _logprobs(samples: Samples, scores: Scores, noise: Noise) -> LogprobCheck | None:

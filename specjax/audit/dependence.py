@@ -7,6 +7,7 @@ came before, of the same generation or of earlier ones, decide at each position 
 by the past, so under the null every such score has mean 0, as all others have. No model is run here.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,7 +74,7 @@ def serial(samples: Samples, leaning: np.ndarray) -> np.ndarray:
   A u that let that draft pass is small, and if it serves again the next draft passes too.
   leaning: float[n], log q(x)/p(x) of every token. Without labels any token before may have been accepted.
   """
-  counts = np.array([len(tokens) for tokens in samples.tokens])
+  counts = samples.counts
   starts = np.cumsum(counts) - counts
   weights = np.zeros_like(leaning)
   weights[1:] = np.clip(leaning[:-1], 0.0, LEAN)
@@ -111,18 +112,17 @@ def across(samples: Samples, leaning: np.ndarray) -> np.ndarray | None:
 
 def _peers(samples: Samples, new: Callable[[], Any]) -> Iterator[tuple[int, list[Any]]]:
   """Of each generation what is known of its peers: of the batch it is in, and of its row, if rows are known. Both are
-  made by `new`, and filled by the caller."""
-  batch, of_row = new(), dict[int, Any]()
-  for i, first in enumerate(_first_of_batch(samples)):
-    if first:
+  made by `new`, and filled by the caller. Rows go up within a batch."""
+  batch, of_row, last = new(), collections.defaultdict[int, Any](new), -1
+  for i in range(len(samples.tokens)):
+    if samples.rows is None:
+      yield i, [batch]
+      continue
+    row = int(samples.rows[i])
+    if row <= last:
       batch = new()
-    yield i, [batch] if samples.rows is None else [batch, of_row.setdefault(int(samples.rows[i]), new())]
-
-
-def _first_of_batch(samples: Samples) -> Iterator[bool]:
-  """Of each generation, whether a batch begins with it: rows go up within one."""
-  rows = np.arange(len(samples.tokens)) if samples.rows is None else samples.rows
-  yield from (i == 0 or rows[i] <= rows[i - 1] for i in range(len(rows)))
+    last = row
+    yield i, [batch, of_row[row]]
 
 
 def _draws(samples: Samples, index: int) -> tuple[list[int], list[int], list[bool]]:

@@ -103,6 +103,11 @@ class Samples:
     return f"Samples({len(self.tokens)} generations, {self.num_tokens:,} tokens{''.join(f', {name}' for name in more)})"
 
   @property
+  def counts(self) -> np.ndarray:
+    """int64[N], tokens of each generation."""
+    return np.array([len(tokens) for tokens in self.tokens], np.int64)
+
+  @property
   def num_tokens(self) -> int:
     """Generated tokens."""
     return sum(map(len, self.tokens))

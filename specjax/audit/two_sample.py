@@ -5,12 +5,12 @@ than an audit against the target's own law, and says nothing about which of the 
 """
 
 import dataclasses
-import numbers
 from typing import Any
 
 import numpy as np
 import tqdm
 
+from specjax import checks
 from specjax.audit.samples import Samples
 
 
@@ -104,12 +104,8 @@ def _check(a: Any, b: Any, length: Any, permutations: Any, alpha: Any, seed: Any
   if not 0 < alpha < 1:
     raise ValueError(f"alpha={alpha} must be above 0 and below 1.")
   for name, value, low in (("length", length, 1), ("permutations", permutations, 1), ("seed", seed, 0)):
-    if name == "length" and value is None:
-      continue
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-      raise TypeError(f"{name}={value!r} must be a whole number of {low} or more.")
-    if value < low:
-      raise ValueError(f"{name}={value} must be {low} or more.")
+    if name != "length" or value is not None:
+      checks.whole(name, value, low)
 
 
 def _by_prompt(samples: Samples) -> dict[bytes, list[np.ndarray]]:

@@ -63,7 +63,7 @@ class Contrast:
 
 def groupings(samples: Samples) -> list[Grouping]:
   """The partitions of all generated tokens that have at least two groups."""
-  counts = np.array([len(tokens) for tokens in samples.tokens])
+  counts = samples.counts
   generation = np.repeat(np.arange(len(counts)), counts)
   position = np.concatenate([np.arange(count) for count in counts])
   context = position + np.array([len(prompt) for prompt in samples.prompts])[generation]

@@ -91,15 +91,17 @@ def write(path: str | os.PathLike[str], tree: Any, mark: str, about: dict[str, A
   """
   from orbax.checkpoint import v1 as ocp  # takes a second to import
 
-  where, custom_metadata = _absolute(path), cast(Any, {mark: about | {"checksums": checksums(tree)}})
+  where = _absolute(path)
   old = pathlib.Path(where)
-  if not overwrite and "://" not in where and old.exists():
+  exists = "://" not in where and old.exists()
+  if exists and not overwrite:
     raise ValueError(f"{path} exists already: pass overwrite=True to put the new one in its place, or another path.")
-  if "://" in where or not old.exists():
+  if exists and not is_orbax(old):
+    raise ValueError(f"{path} exists and is no orbax checkpoint, so it is not overwritten: give another path.")
+  custom_metadata = cast(Any, {mark: about | {"checksums": checksums(tree)}})  # reads all arrays
+  if not exists:
     ocp.save(where, tree, custom_metadata=custom_metadata, overwrite=overwrite)
     return
-  if not is_orbax(old):
-    raise ValueError(f"{path} exists and is no orbax checkpoint, so it is not overwritten: give another path.")
   new, aside = (old.with_name(f"{old.name}.{what}") for what in ("new", "old"))
   ocp.save(os.fspath(new), tree, custom_metadata=custom_metadata, overwrite=True)
   if jax.process_index() == 0:
@@ -127,10 +129,9 @@ def checksums(tree: Any) -> dict[str, tuple[str, int]]:
   moved, context = on_auto_axes(jax.tree.map(jnp.asarray, tree))
   with context():
     sums = jax.jit(lambda tree: jax.tree.map(of, tree))(moved)
-  types = jax.tree.map(lambda x: str(x.dtype), moved)
   return {
-    jax.tree_util.keystr(at): (kind, int(total))
-    for (at, total), kind in zip(jax.tree_util.tree_leaves_with_path(sums), jax.tree.leaves(types), strict=True)
+    jax.tree_util.keystr(at): (str(x.dtype), int(total))
+    for (at, x), total in zip(jax.tree_util.tree_leaves_with_path(moved), jax.tree.leaves(sums), strict=True)
   }
 
 
