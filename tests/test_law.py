@@ -3,101 +3,166 @@
 Toy languages depend on the last two tokens and on the position, and read them from a cache, so faults in acceptance,
 residual, bonus, keys, caches, lengths or warps all move the law. tests/audit/test_mutants.py shows that such tests see
 them.
+
+Compiling takes longer than sampling, so what can be data is: languages are over the battery's four tokens, batches of
+one size, and there is one program for each rule and gamma.
 """
 
+import dataclasses
 import functools
 import itertools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import specjax
 from specjax import verify
 from specjax.audit import battery
 from specjax.models import tabular
-from tests.statistics import assert_exact, assert_follows, continuations
+from tests.rounds import match_probabilities
+from tests.statistics import assert_exact, assert_follows, assert_probable, continuations
 
-ROWS = 60_000
-V = 3
-
-
-@functools.cache
-def language(seed: int, vocab_size: int = V, spread: float = 1.5):
-  return tabular.tabular(jax.random.key(seed), vocab_size, spread=spread)
+ROWS = 90_000
+LOSSLESS = [name for name, rule in verify.RULES.items() if rule.lossless]
 
 
-def generate(target, drafter, prompts, *, rows=ROWS, seed=0, **settings):
-  """Rows of one batch cycle through the prompts (of different lengths); returns continuations by prompt."""
-  lengths = np.resize([len(prompt) for prompt in prompts], rows)
-  width = max(map(len, prompts))
-  # The padding is a real token: reading it would be a fault that shows.
-  padded = np.array([[*prompt, *[target.vocab_size - 1] * (width - len(prompt))] for prompt in prompts], np.int32)
+@functools.lru_cache(maxsize=5)
+def sampled(rule, gamma):
+  """The battery's texts."""
+  request = battery.arguments(battery.ALL, num_draft_tokens=gamma, rows=ROWS)
+  return jax.device_get(specjax.sample(**request, verifier=rule))
+
+
+@pytest.mark.parametrize("gamma", range(5))
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_joint_law(rule, gamma):
+  """Every pair of target and draft, and n-gram drafts, under every warp; prompts of three lengths; a stop or none."""
+  assert_exact(battery.fits(sampled(rule, gamma), battery.ALL), detectable=0.035)
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
+def test_coupled_texts_are_those_of_plain_sampling(gamma):
+  """Bit for bit, in every situation of the battery."""
+  plain, result = sampled("coupled", 0), sampled("coupled", gamma)
+  np.testing.assert_array_equal(result.tokens, plain.tokens)
+  np.testing.assert_array_equal(result.lengths, plain.lengths)
+
+
+def test_only_coupled_texts_are():
+  """The comparison above sees what drafts do to texts."""
+  assert (sampled("token", 2).tokens != sampled("token", 0).tokens).any(-1).mean() > 0.3
+
+
+def generate(target, draft, prompts, *, gamma, max_new_tokens, rule="token"):
+  """Rows of one batch cycle through the prompts; returns continuations by prompt, and the result. Same program."""
+  request = battery.arguments(battery.ALL, num_draft_tokens=gamma, rows=ROWS)
+  every, width = len(battery.ALL), max(map(len, prompts))
+  model = specjax.ModelDrafter(tabular.interleave([draft] * every))
+  lengths = np.resize([len(prompt) for prompt in prompts], ROWS)
   result = specjax.sample(
-    target,
-    drafter,
-    np.resize(padded, (rows, width)),
-    prompt_lengths=lengths,
-    key=jax.random.key(seed),
-    prefill_chunk=2,  # the longer prompts take several passes
-    max_length=24,
-    **settings,
+    **request
+    | {
+      "target": tabular.interleave([target] * every),
+      "drafter": dataclasses.replace(request["drafter"], model=model, one_hot=np.zeros(every, bool)),
+      # The padding is a token that the languages know: reading it would be a fault that shows.
+      "prompt_tokens": np.resize([[*prompt, *[1] * (width - len(prompt))] for prompt in prompts], (ROWS, width)),
+      "prompt_lengths": lengths,
+      "max_new_tokens": max_new_tokens,
+      "warp": specjax.Warp(),
+    },
+    verifier=rule,
   )
   out = continuations(result, lengths)
   return [out[i :: len(prompts)] for i in range(len(prompts))], result
 
 
-PROMPTS = [(1,), (0, 2, 1, 0), (2, 2, 0, 1, 0, 1, 2)]
-LOSSLESS = [name for name, rule in verify.RULES.items() if rule.lossless]
+# Two tokens, so that a law over many rounds has few outcomes.
+TARGET, DRAFT = (battery.Language(seed, spread=1.0, never=(2, 3)).model() for seed in (3, 4))
+PROMPTS = (0,), (1, 0, 1)
 
 
-@pytest.mark.parametrize(
-  ("gamma", "one_hot"), [*((gamma, False) for gamma in range(5)), (1, True), (2, True), (4, True)]
-)
-@pytest.mark.parametrize("rule", LOSSLESS)
-def test_joint_law(rule, gamma, one_hot):
-  """Every pair of target and draft under every warp, for prompts of three lengths, with and without a stop token."""
-  assert_exact(battery.run(rule, num_draft_tokens=gamma, one_hot=one_hot, rows=96_000), detectable=0.035)
+@functools.cache
+def law(prompt):
+  """Of seven tokens."""
+  return tabular.law(TARGET, prompt, 7)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 4])
-def test_many_rounds(gamma):
-  """Seven tokens of a two-token language: at gamma 4 full rounds, at least two of them."""
-  target, drafter = language(3, 2, 1.0), specjax.ModelDrafter(language(4, 2, 1.0))
-  prompts = [(0,), (1, 0, 1)]
-  groups, result = generate(target, drafter, prompts, num_draft_tokens=gamma, max_new_tokens=7)
+@functools.cache
+def many_rounds(rule, gamma):
+  """At gamma 4 full rounds, at least two of them."""
+  return generate(TARGET, DRAFT, PROMPTS, rule=rule, gamma=gamma, max_new_tokens=7)
+
+
+@pytest.mark.parametrize(("rule", "gamma"), [("token", 1), ("token", 2), ("token", 4), ("block", 2)])
+def test_many_rounds(rule, gamma):
+  groups, result = many_rounds(rule, gamma)
   assert (result.stats.accepted_at[:, gamma - 1] > 0).any()
-  for prompt, observed in zip(prompts, groups, strict=True):
-    assert_follows(observed, tabular.law(target, prompt, 7))
+  for prompt, observed in zip(PROMPTS, groups, strict=True):
+    assert_follows(observed, law(prompt))
+
+
+def test_block_takes_fewer_target_passes():
+  token, block = (many_rounds(rule, 2)[1].stats.block_efficiency for rule in ("token", "block"))
+  assert block > token + 0.02
 
 
 def test_limits_cut_at_every_offset():
   """Rows that end after 0 to 6 tokens in one batch: each follows the law of its own length."""
-  target, drafter, prompt = language(3, 2, 1.0), specjax.ModelDrafter(language(4, 2, 1.0)), (1, 0)
-  limits = list(range(7))
-  groups, _ = generate(
-    target, drafter, [prompt] * 7, num_draft_tokens=4, max_new_tokens=np.resize(limits, ROWS).astype(np.int32)
-  )
+  prompt, limits = PROMPTS[1], list(range(7))
+  groups, _ = generate(TARGET, DRAFT, [prompt] * 7, gamma=4, max_new_tokens=np.resize(limits, ROWS).astype(np.int32))
   for limit, observed in zip(limits, groups, strict=True):
-    assert_follows(observed, tabular.law(target, prompt, limit))
-
-
-@pytest.mark.parametrize(("target_size", "draft_size"), [(6, 8), (8, 6)])
-def test_padded_vocabularies(target_size, draft_size):
-  """Ids that only one of the two has: the target's law stands, and nothing outside it is drawn."""
-  target, draft = language(7, target_size), language(8, draft_size)
-  groups, _ = generate(target, specjax.ModelDrafter(draft), [(5, 0)], num_draft_tokens=2, max_new_tokens=2)
-  assert_follows(groups[0], tabular.law(target, (5, 0), 2))
+    shorter = Counter()
+    for outcome, probability in law(prompt).items():
+      shorter[outcome[:limit]] += probability
+    assert_follows(observed, shorter)
 
 
 def test_rows_and_rounds_are_independent():
   """Neighbouring rows, and the tokens of one row under a law without memory, are independent."""
-  table = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2])), language(1).params.shape)
-  target = tabular.from_table(table)
-  groups, _ = generate(target, specjax.ModelDrafter(language(2)), [(0,)], num_draft_tokens=2, max_new_tokens=4)
+  table = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2, 0.0])), TARGET.params.shape)
+  groups, _ = generate(
+    tabular.from_table(table), battery.Language(2, never=(3,)).model(), [(0,)], gamma=2, max_new_tokens=4
+  )
   rows = groups[0]
   single = {(t,): p for t, p in enumerate([0.5, 0.3, 0.2])}
   pairs = {(a, b): single[(a,)] * single[(b,)] for a, b in itertools.product(range(3), repeat=2)}
   assert_follows(((a[0], b[0]) for a, b in zip(rows[::2], rows[1::2], strict=True)), pairs)
   assert_follows(((row[0], row[3]) for row in rows), pairs)
+
+
+def test_acceptance_of_coupled_drafts():
+  """Laws without memory: tested drafts are accepted as often as the formula says, in every round and at every index."""
+  p, q = np.array([0.5, 0.3, 0.2, 0]), np.array([0.1, 0.3, 0.6, 0])
+  with np.errstate(divide="ignore"):
+    target, draft = (tabular.from_table(np.broadcast_to(np.log(law), TARGET.params.shape)) for law in (p, q))
+  _, result = generate(target, draft, [(0,)], rule="coupled", gamma=2, max_new_tokens=14)
+  tested, accepted = (np.asarray(x).sum(0) for x in (result.stats.tested, result.stats.accepted_at))
+  for hits, trials in zip(accepted, tested, strict=True):
+    fit = scipy.stats.binomtest(int(hits), int(trials), match_probabilities(p, q).sum())
+    assert_probable(fit.pvalue, lambda hits=hits, trials=trials: f"{hits} of {trials} accepted")
+
+
+def test_a_draft_that_lacks_tokens():
+  """Ids beyond the draft's: the target's law stands. The other way round: test_mutants.test_padded_vocabulary."""
+  target, draft = (tabular.tabular(jax.random.key(seed), size) for seed, size in ((7, 8), (8, 6)))
+  prompt, rows = (5, 0), 60_000
+  result = specjax.sample(
+    target, specjax.ModelDrafter(draft), np.resize(prompt, (rows, 2)), key=jax.random.key(0), num_draft_tokens=2,
+    max_new_tokens=2,
+  )  # fmt: skip
+  assert_follows(continuations(result, [2] * rows), tabular.law(target, prompt, 2))
+
+
+def test_check_rule_says_yes_to_the_token_rule():
+  """Here, where its programs are."""
+  report = battery.check_rule("token", rows=ROWS)
+  assert report.exact
+  assert report.false_alarm < 1e-6
+  assert "No deviation" in str(report)
+  assert "declares" not in str(report)
+  for fits in report.fits.values():
+    assert sum(fit.observations for fit in fits.values()) == ROWS

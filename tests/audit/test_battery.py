@@ -35,24 +35,15 @@ def test_check_rule_says_no_to_a_wrong_rule_and_that_its_declaration_is_wrong():
   assert re.search(r"declares lossless=True: wrong", str(report))
 
 
-def test_check_rule_says_yes_to_the_token_rule():
-  report = battery.check_rule("token", rows=ROWS)
-  assert report.exact
-  assert report.false_alarm < 1e-6
-  assert "No deviation" in str(report)
-  assert "declares" not in str(report)
-  for fits in report.fits.values():
-    assert sum(fit.observations for fit in fits.values()) == pytest.approx(ROWS, abs=60)
-
-
 def test_check_rule_takes_a_number_of_rows():
   with pytest.raises(ValueError, match="rows=-5 must be at least 1"):
     battery.check_rule("token", rows=-5)
 
 
-def test_scenarios_cover_pairs_warps_prompts_and_stops():
-  cases = battery.scenarios()
-  assert {(case.pair, case.warp) for case in cases} == {(p, w) for p in battery.PAIRS for w in battery.WARPS}
+@pytest.mark.parametrize(("one_hot", "pairs"), [(False, battery.PAIRS), (True, battery.LOOKED_UP)])
+def test_scenarios_cover_pairs_warps_prompts_and_stops(one_hot, pairs):
+  cases = [case for case in battery.ALL if case.one_hot == one_hot]
+  assert {(case.pair, case.warp) for case in cases} == {(p, w) for p in pairs for w in battery.WARPS}
   for group in ("pair", "warp"):
     for value in {getattr(case, group) for case in cases}:
       own = [case for case in cases if getattr(case, group) == value]

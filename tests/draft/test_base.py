@@ -1,11 +1,13 @@
-"""What a drafter draws with: bits of its own a draft, or on request those of the draft's absolute position."""
+"""What a drafter draws with: bits of its own a draft, or those of its absolute position; and over which ids."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specjax import Warp, warp
-from specjax.draft import Context
+from specjax.draft import Context, ModelDrafter
+from specjax.models import tabular
 
 B, V = 64, 5
 LOG_Q = jax.nn.log_softmax(jax.random.normal(jax.random.key(1), (B, V)))
@@ -41,3 +43,15 @@ def test_shared_noise_is_that_of_the_position():
   keys = jax.vmap(jax.random.fold_in)(context(lengths).key, lengths + 2)
   np.testing.assert_array_equal(late, jax.vmap(warp.gumbel_argmax)(keys, LOG_Q))
   assert (late != context(lengths, shares_noise=True).draw(0, LOG_Q)).any()
+
+
+@pytest.mark.parametrize(("draft_size", "allowed"), [(3, 3), (7, V)])
+def test_only_ids_that_both_models_have_are_drafted(draft_size, allowed):
+  """An id beyond the draft model's own would be read from outside its embedding."""
+  drafter = ModelDrafter(tabular.tabular(jax.random.key(2), draft_size, spread=0.1))
+  proposal = drafter.propose(drafter.init(B, 40), context(jnp.full(B, 4)), 3)
+  log_q = np.asarray(proposal.log_q)
+  assert log_q.shape == (B, 3, V)
+  assert np.isfinite(log_q[..., :allowed]).all()
+  assert (log_q[..., allowed:] == -np.inf).all()
+  assert set(np.unique(proposal.tokens)) == set(range(allowed))

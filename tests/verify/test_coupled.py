@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
 import specjax
 from specjax import verify
@@ -16,7 +15,7 @@ from specjax.models import tabular
 from specjax.verify import declare
 from tests import rounds
 from tests.rounds import CASES, coupled_law, match_probabilities
-from tests.statistics import assert_follows, assert_probable, p_value
+from tests.statistics import assert_follows, p_value
 
 V = 5
 
@@ -144,10 +143,9 @@ def plain():
   return generate(None, 0)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
-def test_output_is_that_of_plain_sampling(gamma):
-  """Bit for bit, whatever drafts: ragged rows, stop tokens, limits and settings of their own."""
-  result = generate(drafters(), gamma)
+def test_output_is_that_of_plain_sampling():
+  """Bit for bit, whatever drafts: ragged rows, stop tokens, limits and settings of their own. Short texts: test_law."""
+  result = generate(drafters(), 3)
   np.testing.assert_array_equal(result.tokens, plain().tokens)
   np.testing.assert_array_equal(result.lengths, plain().lengths)
   np.testing.assert_allclose(result.logprobs, plain().logprobs, atol=1e-6)
@@ -168,28 +166,3 @@ def test_rows_differ_and_end_in_several_ways():
   assert sum(map(len, generated)) > 100
   assert {text[-1] == V - 1 for text in generated if text} == {True, False}
   assert len({text[:2] for text in generated if text}) > 6
-
-
-@declare(lossless=True)
-def by_round(log_p, log_q, draft_tokens, num_drafted, key):
-  """The rule with bits of the round: just as exact, but another text for each drafter."""
-  return verify.coupled(log_p, log_q, draft_tokens, num_drafted, jax.random.split(key, log_p.shape[0]))
-
-
-def test_without_positions_the_output_depends_on_the_drafter():
-  texts = [np.asarray(generate(specjax.ModelDrafter(language(seed)), 2, by_round).tokens) for seed in (1, 2)]
-  assert (texts[0] != texts[1]).any(-1).mean() > 0.3
-
-
-def test_acceptance_of_whole_generations():
-  """Laws without memory: tested drafts are accepted as often as the formula says, in every round and at every index."""
-  p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.3, 0.6])
-  target, draft = (tabular.from_table(jnp.log(jnp.float32(np.tile(law, (1, 4, 1))))) for law in (p, q))
-  result = specjax.sample(
-    target, specjax.ModelDrafter(draft), np.zeros((4000, 1), np.int32), key=jax.random.key(0), max_new_tokens=20,
-    num_draft_tokens=2, verifier="coupled",
-  )  # fmt: skip
-  tested, accepted = (np.asarray(x).sum(0) for x in (result.stats.tested, result.stats.accepted_at))
-  for hits, trials in zip(accepted, tested, strict=True):
-    fit = scipy.stats.binomtest(int(hits), int(trials), match_probabilities(p, q).sum())
-    assert_probable(fit.pvalue, lambda hits=hits, trials=trials: f"{hits} of {trials} accepted")
