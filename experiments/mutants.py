@@ -35,6 +35,7 @@ from specjax.warp import Warp
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
 CONTROLS = {f"{name} rule": Engine(rule=rule) for name, rule in verify.RULES.items() if rule.lossless}
 TOY_NEEDS = ("padded vocabulary", "recurrent target")  # checks whose faults take toys of their own
+FULL = "full buffers"  # what a fault needs that changes no text of the other toys
 PREFILL_CHUNK = 8  # so short that prompts leave no slack in the caches
 
 
@@ -59,11 +60,15 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
         bar.update()
   visible, tokens = [mutant for mutant in chosen if mutant.visible], {}
   lab_of = functools.cache(lambda needs: Lab.of_toys(config, needs))  # keeps the sound engine's text, too
+
+  def in_toys(mutant: Mutant) -> dict[str, Any]:
+    found = lab_of(mutant.check if mutant.check in TOY_NEEDS else None).tokens_needed(mutant)
+    return lab_of(FULL).tokens_needed(mutant) if found["unchanged"] else found
+
   for index, mutant in enumerate(tqdm.tqdm(visible, desc="Auditing toys", disable=None)):
     if index % 8 == 7:
       jax.clear_caches()
-    toys = lab_of(mutant.check if mutant.check in TOY_NEEDS else None)
-    tokens[mutant.name] = {"toy": kept.item(f"{mutant.name}/toy", functools.partial(toys.tokens_needed, mutant))}
+    tokens[mutant.name] = {"toy": kept.item(f"{mutant.name}/toy", functools.partial(in_toys, mutant))}
   if config.model:
     lab = Lab.load(config)
     for mutant in tqdm.tqdm(visible, desc="Auditing", disable=None):
@@ -134,8 +139,8 @@ class Lab:
 
   @classmethod
   def of_toys(cls, config: ml_collections.ConfigDict, needs: str | None) -> "Lab":
-    """A tiny language and one much like it, or what a fault needs to be seen, of TOY_NEEDS: a recurrent state, or a
-    padded vocabulary. The last token ends a text."""
+    """A tiny language and one much like it, or what a fault needs to be seen: a recurrent state or a padded vocabulary,
+    of TOY_NEEDS; or short texts that fill their buffers, FULL. The last token ends a text, but there."""
     size = 13 if needs == "padded vocabulary" else 16
     key, random = jax.random.key(config.seed), np.random.default_rng(config.seed)
     target = tabular.tabular(jax.random.fold_in(key, 0), size)
@@ -145,7 +150,11 @@ class Lab:
       draft = tabular.tabular(jax.random.fold_in(key, 2), 16)
     if needs == "recurrent target":
       target = tabular.recurrent(target)
-    prompts = [random.integers(0, size - 1, 1 + i % 8).tolist() for i in range(config.toy_rows)]
+    lengths = [PREFILL_CHUNK if needs == FULL else 1 + i % 8 for i in range(config.toy_rows)]
+    prompts = [random.integers(0, size - 1, length).tolist() for length in lengths]
+    if needs == FULL:
+      short = ml_collections.ConfigDict({**config, "new_tokens": 8})
+      return cls(short, target, draft, prompts, (), config.toy_tokens)
     return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens)
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
@@ -169,7 +178,7 @@ class Lab:
         text,
         warp=jax.tree.map(lambda *fields: np.concatenate(fields), *warps),
         draft=self.draft,
-        eos_id=self.eos_ids,
+        eos_id=self.eos_ids or None,
         noise="float32",
         alpha=self.config.alpha,
       )

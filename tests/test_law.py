@@ -11,7 +11,7 @@ one size, and there is one program for each rule and gamma.
 import dataclasses
 import functools
 import itertools
-from collections import Counter
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,7 @@ def test_limits_cut_at_every_offset():
   prompt, limits = PROMPTS[1], list(range(7))
   groups, _ = generate(TARGET, DRAFT, [prompt] * 7, gamma=4, max_new_tokens=np.resize(limits, ROWS).astype(np.int32))
   for limit, observed in zip(limits, groups, strict=True):
-    shorter = Counter()
+    shorter = defaultdict(float)
     for outcome, probability in law(prompt).items():
       shorter[outcome[:limit]] += probability
     assert_follows(observed, shorter)

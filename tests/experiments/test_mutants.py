@@ -62,6 +62,15 @@ def test_the_audit_finds_nothing_in_the_sound_engine(lab) -> None:
   assert lab.config.tokens / 4 < found["tokens"] <= lab.config.tokens
 
 
+def test_what_only_full_buffers_show(config) -> None:
+  """It changes no text of the other toys."""
+  fault = next(mutant for mutant in mutants.MUTANTS if mutant.name == "cache without slack")
+  assert Lab.of_toys(config, None).tokens_needed(fault)["unchanged"]
+  full = Lab.of_toys(config, mutants.FULL)
+  assert full.tokens_needed(fault)["needed"] > 0
+  assert full.tokens_needed(mutants.Mutant("none", "nothing", True, "counts", Engine()))["unchanged"]
+
+
 def test_an_unknown_mutant(config, tmp_path) -> None:
   config.mutants = ("residual of x",)
   with pytest.raises(ValueError, match=r"config.mutants has \['residual of x'\]; known: residual from p"):
