@@ -178,7 +178,7 @@ class Lab:
         text,
         warp=jax.tree.map(lambda *fields: np.concatenate(fields), *warps),
         draft=self.draft,
-        eos_id=self.eos_ids or None,
+        eos_id=self.eos_ids,
         noise="float32",
         alpha=self.config.alpha,
       )

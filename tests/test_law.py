@@ -8,7 +8,6 @@ Compiling takes longer than sampling, so what can be data is: languages are over
 one size, and there is one program for each rule and gamma.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections import defaultdict
@@ -30,7 +29,7 @@ ROWS = 90_000
 LOSSLESS = [name for name, rule in verify.RULES.items() if rule.lossless]
 
 
-@functools.lru_cache(maxsize=5)
+@functools.cache
 def sampled(rule, gamma):
   """The battery's texts."""
   request = battery.arguments(battery.ALL, num_draft_tokens=gamma, rows=ROWS)
@@ -67,7 +66,7 @@ def generate(target, draft, prompts, *, gamma, max_new_tokens, rule="token"):
     **request
     | {
       "target": tabular.interleave([target] * every),
-      "drafter": dataclasses.replace(request["drafter"], model=model, one_hot=np.zeros(every, bool)),
+      "drafter": battery.InTurn((model, specjax.NGramDrafter()), np.zeros(every, np.int32)),
       # The padding is a token that the languages know: reading it would be a fault that shows.
       "prompt_tokens": np.resize([[*prompt, *[1] * (width - len(prompt))] for prompt in prompts], (ROWS, width)),
       "prompt_lengths": lengths,

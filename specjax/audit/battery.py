@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jax import Array
+from jax.typing import ArrayLike
 
 from specjax import checks, sampler, verify
 from specjax.audit.exact import Fit, Outcome, compare
-from specjax.draft import Context, ModelDrafter, NGramDrafter, Proposal
+from specjax.draft import Context, Drafter, ModelDrafter, NGramDrafter, Proposal
 from specjax.draft.base import DraftState
 from specjax.language_model import LanguageModel
 from specjax.models import tabular
@@ -115,23 +116,10 @@ def scenarios(
 ALL = (*scenarios(), *scenarios(LOOKED_UP, one_hot=True))
 
 
-def run(
-  rule: str | Verifier,
-  *,
-  num_draft_tokens: int,
-  rows: int = 300_000,
-  seed: int = 0,
-  cases: Sequence[Scenario] = ALL,
-) -> dict[Scenario, Fit]:
-  """Samples `rows` generations, shared by the scenarios, in one program, and fits each scenario's law."""
-  request = arguments(cases, num_draft_tokens=num_draft_tokens, rows=rows, seed=seed)
-  return fits(jax.device_get(sampler.sample(**request, verifier=rule)), cases)
-
-
 def arguments(cases: Sequence[Scenario], *, num_draft_tokens: int, rows: int, seed: int = 0) -> dict[str, Any]:
   """What `sample`, or another sampler, is called with: row b of its batch is in scenario `b % len(cases)`."""
   targets, drafts = zip(*([language.model() for language in case.languages()] for case in cases), strict=True)
-  model, one_hot = ModelDrafter(tabular.interleave(drafts)), [case.one_hot for case in cases]
+  model, one_hot = ModelDrafter(tabular.interleave(drafts)), np.array([case.one_hot for case in cases], np.int32)
   rows -= rows % len(cases)
   deal = lambda values: np.resize(np.asarray(values), (rows, *np.shape(values)[1:]))  # noqa: E731
   width = max(len(case.prompt) for case in cases)
@@ -139,7 +127,7 @@ def arguments(cases: Sequence[Scenario], *, num_draft_tokens: int, rows: int, se
   prompts = [(*case.prompt, *[1] * (width - len(case.prompt))) for case in cases]
   return {
     "target": tabular.interleave(targets),
-    "drafter": InTurn(model, jnp.asarray(one_hot)) if any(one_hot) else model,
+    "drafter": InTurn((model, NGramDrafter()), one_hot) if one_hot.any() else model,
     "prompt_tokens": deal(prompts),
     "prompt_lengths": deal([len(case.prompt) for case in cases]),
     "key": jax.random.key(seed),
@@ -155,25 +143,30 @@ def arguments(cases: Sequence[Scenario], *, num_draft_tokens: int, rows: int, se
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InTurn:
-  """Row b drafts by n-gram lookup where `one_hot[b % len(one_hot)]`, and else with the model."""
+  """Several drafters in one program: row b drafts with `drafters[owners[b % len(owners)]]`; owners: int32[N]."""
 
-  model: ModelDrafter
-  one_hot: Array
+  drafters: Sequence[Drafter]
+  owners: ArrayLike
 
-  def init(self, batch: int, max_length: int) -> DraftState:
-    return self.model.init(batch, max_length)
+  def init(self, batch: int, max_length: int) -> list[DraftState]:
+    return [drafter.init(batch, max_length) for drafter in self.drafters]
 
-  def prefill(self, state: DraftState, tokens: Array, lengths: Array, chunk: int) -> DraftState:
-    return self.model.prefill(state, tokens, lengths, chunk)
+  def prefill(self, state: list[DraftState], tokens: Array, lengths: Array, chunk: int) -> list[DraftState]:
+    return [d.prefill(s, tokens, lengths, chunk) for d, s in zip(self.drafters, state, strict=True)]
 
-  def propose(self, state: DraftState, context: Context, num_draft_tokens: int) -> Proposal:
-    drawn = self.model.propose(state, context, num_draft_tokens)
-    looked_up = NGramDrafter().propose((), context, num_draft_tokens)
-    rows = jnp.arange(context.length.shape[0])
-    one_hot = self.one_hot[rows % len(self.one_hot)]
-    choose = lambda a, b: jnp.where(one_hot.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
-    chosen = jax.tree.map(choose, *(dataclasses.replace(each, state=()) for each in (looked_up, drawn)))
-    return dataclasses.replace(chosen, state=drawn.state)
+  def propose(self, state: list[DraftState], context: Context, num_draft_tokens: int) -> Proposal:
+    # Clones, as every drafter consumes the row's bits, for its own rows alone.
+    contexts = [dataclasses.replace(context, key=jax.random.clone(context.key)) for _ in self.drafters]
+    own = [d.propose(s, c, num_draft_tokens) for d, s, c in zip(self.drafters, state, contexts, strict=True)]
+    owners = jnp.resize(jnp.asarray(self.owners), context.length.shape)
+
+    def select(first: Array, *rest: Array) -> Array:
+      for i, leaf in enumerate(rest, start=1):
+        first = jnp.where((owners == i).reshape(-1, *[1] * (leaf.ndim - 1)), leaf, first)
+      return first
+
+    chosen = jax.tree.map(select, *(dataclasses.replace(proposal, state=()) for proposal in own))
+    return dataclasses.replace(chosen, state=[proposal.state for proposal in own])
 
 
 def fits(result: SampleResult, cases: Sequence[Scenario]) -> dict[Scenario, Fit]:
@@ -260,6 +253,7 @@ def check_rule(rule: str | Verifier, *, rows: int = 300_000, seed: int = 0, leve
   start, checked = time.perf_counter(), verify.get(rule)
   found = {}
   for gamma in tqdm.tqdm(GAMMAS, desc="Checking the rule", leave=False, disable=None):
-    found[f"gamma {gamma}"] = run(checked, num_draft_tokens=gamma, rows=rows, seed=seed)
+    request = arguments(ALL, num_draft_tokens=gamma, rows=rows, seed=seed)
+    found[f"gamma {gamma}"] = fits(jax.device_get(sampler.sample(**request, verifier=checked)), ALL)
   name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
   return RuleReport(name, checked.lossless, found, level, time.perf_counter() - start)

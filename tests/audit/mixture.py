@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specjax.audit.battery import InTurn
 from specjax.audit.engine import Engine, Trace
-from specjax.draft import Context, Proposal
 
 
 def by_row(values: Sequence[Any]) -> Any:
@@ -34,28 +34,6 @@ def distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
   return kept, [next(i for i, other in enumerate(kept) if other is value) for value in values]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Drafters:
-  """Proposes what the row's own drafter does; which one that is, is `owners[b % len(owners)]`."""
-
-  drafters: list[Any]
-  owners: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-  def init(self, batch: int, max_length: int) -> list[Any]:
-    return [drafter.init(batch, max_length) for drafter in self.drafters]
-
-  def prefill(self, state: list[Any], tokens: Array, lengths: Array, chunk: int) -> list[Any]:
-    return [d.prefill(s, tokens, lengths, chunk) for d, s in zip(self.drafters, state, strict=True)]
-
-  def propose(self, state: list[Any], context: Context, num_draft_tokens: int) -> Proposal:
-    # Clones, as every drafter consumes the row's bits, for its own rows alone.
-    contexts = [dataclasses.replace(context, key=jax.random.clone(context.key)) for _ in self.drafters]
-    own = [d.propose(s, c, num_draft_tokens) for d, s, c in zip(self.drafters, state, contexts, strict=True)]
-    plain = [dataclasses.replace(own[i], state=()) for i in self.owners]
-    return dataclasses.replace(by_row(plain), state=[proposal.state for proposal in own])
-
-
 def mixture(engines: Sequence[Engine]) -> Engine:
   """Of engines with one rule, that leave stop tokens and reports as they are."""
   parts: list[Any] = []  # each engine's target and which of the caches is its own, in the program being traced
@@ -75,7 +53,7 @@ def mixture(engines: Sequence[Engine]) -> Engine:
 
     params = [t.params for t in targets]
     mixed = dataclasses.replace(target, params=params, apply=apply, init_cache=init_cache)
-    return mixed, Drafters(drafters, tuple(draft_owners)), by_row([asked for _, _, asked in own])
+    return mixed, InTurn(drafters, np.asarray(draft_owners)), by_row([asked for _, _, asked in own])
 
   def apart(state, call: Callable[[Engine, Any, Any], Any], others: Sequence[Any] = ()):
     """Calls on every engine with its own target's cache; puts rows and caches together again."""

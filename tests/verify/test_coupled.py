@@ -1,6 +1,5 @@
 """Coupled verification: the same noise for draft and target, and an output that no drafter can change."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 
 import specjax
 from specjax import verify
-from specjax.draft import Proposal
+from specjax.audit.battery import InTurn
 from specjax.models import tabular
 from specjax.verify import declare
 from tests import rounds
@@ -78,44 +77,10 @@ def language(seed: int):
   return tabular.from_table(tabular.tabular(jax.random.key(seed), V).params.at[..., V - 1].add(-2.0))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class InTurn:
-  """Row b drafts with drafter b mod n: several drafters in one program."""
-
-  drafters: tuple
-
-  def init(self, batch, max_length):
-    return tuple(drafter.init(batch, max_length) for drafter in self.drafters)
-
-  def prefill(self, state, tokens, lengths, chunk):
-    each = zip(self.drafters, state, strict=True)
-    return tuple(drafter.prefill(state, tokens, lengths, chunk) for drafter, state in each)
-
-  def propose(self, state, context, num_draft_tokens):
-    each = zip(self.drafters, state, strict=True)
-    # Clones: a row is drawn for by one drafter.
-    contexts = [dataclasses.replace(context, key=jax.random.clone(context.key)) for _ in self.drafters]
-    proposals = [
-      drafter.propose(state, context, num_draft_tokens)
-      for (drafter, state), context in zip(each, contexts, strict=True)
-    ]
-    turn = jnp.arange(context.length.shape[0]) % len(proposals)
-
-    def choose(*values):
-      return jnp.stack(values)[turn, jnp.arange(turn.shape[0])]
-
-    return Proposal(
-      tokens=choose(*(proposal.tokens for proposal in proposals)),
-      log_q=choose(*(proposal.log_q for proposal in proposals)),
-      num_drafted=choose(*(proposal.num_drafted for proposal in proposals)),
-      state=tuple(proposal.state for proposal in proposals),
-    )
-
-
 def drafters():
   """The target itself, another model, and no model."""
-  return InTurn((specjax.ModelDrafter(language(1)), specjax.ModelDrafter(language(2)), specjax.NGramDrafter()))
+  each = specjax.ModelDrafter(language(1)), specjax.ModelDrafter(language(2)), specjax.NGramDrafter()
+  return InTurn(each, np.arange(len(each)))
 
 
 ROWS = 60  # sizes of cycles below have few common factors with the three drafters
@@ -125,16 +90,19 @@ SETTINGS = specjax.Warp(
 )
 
 
-def generate(drafter, gamma, rule="coupled", **settings):
+def generate(drafter, gamma):
   prompts = np.random.default_rng(0).integers(0, V, (ROWS, 7)).astype(np.int32)
-  given = {
-    "key": jax.random.key(5),
-    "warp": SETTINGS,
-    "eos_id": V - 1,
-    "max_new_tokens": np.resize([40, 23, 9, 31, 0], ROWS),
-  }
   return specjax.sample(
-    language(1), drafter, prompts, prompt_lengths=LENGTHS, num_draft_tokens=gamma, verifier=rule, **given | settings
+    language(1),
+    drafter,
+    prompts,
+    key=jax.random.key(5),
+    prompt_lengths=LENGTHS,
+    warp=SETTINGS,
+    eos_id=V - 1,
+    max_new_tokens=np.resize([40, 23, 9, 31, 0], ROWS),
+    num_draft_tokens=gamma,
+    verifier="coupled",
   )
 
 
