@@ -51,8 +51,11 @@ def mixture(engines: Sequence[Engine]) -> Engine:
     def init_cache(params, batch, max_length):
       return [t.init_cache(p, batch, max_length) for t, p in zip(targets, params, strict=True)]
 
+    def rewind(caches, length):
+      return [c if t.rewind is None else t.rewind(c, length) for t, c in zip(targets, caches, strict=True)]
+
     params = [t.params for t in targets]
-    mixed = dataclasses.replace(target, params=params, apply=apply, init_cache=init_cache)
+    mixed = dataclasses.replace(target, params=params, apply=apply, init_cache=init_cache, rewind=rewind)
     return mixed, InTurn(drafters, np.asarray(draft_owners)), by_row([asked for _, _, asked in own])
 
   def apart(state, call: Callable[[Engine, Any, Any], Any], others: Sequence[Any] = ()):

@@ -26,18 +26,26 @@ def residual_from_p(log_p, log_q, draft_tokens, num_drafted, key):
 
 
 def test_check_rule_says_no_to_a_wrong_rule_and_that_its_declaration_is_wrong():
-  report = battery.check_rule(residual_from_p, rows=ROWS)
+  report = battery.check_rule(residual_from_p, gammas=[2], rows=ROWS)
   assert not report.exact
-  assert {program for program in report.fits if any(name.startswith(program) for name, _ in report.deviations)} == set(
-    report.fits
-  )
+  assert set(report.fits) == {"gamma 2"}
+  assert report.deviations[0][0].startswith("gamma 2: ")
   assert "does not sample the target's law" in str(report)
   assert re.search(r"declares lossless=True: wrong", str(report))
 
 
-def test_check_rule_takes_a_number_of_rows():
-  with pytest.raises(ValueError, match="rows=-5 must be at least 1"):
-    battery.check_rule("token", rows=-5)
+@pytest.mark.parametrize(
+  ("settings", "error", "words"),
+  [
+    ({"rows": -5}, ValueError, "rows=-5 must be at least 1"),
+    ({"gammas": [2, 0]}, ValueError, r"gammas\[1\]=0 must be at least 1"),
+    ({"gammas": [1.5]}, TypeError, r"gammas\[0\]=1.5 must be a Python int"),
+    ({"gammas": ()}, ValueError, "gammas is empty"),
+  ],
+)
+def test_check_rule_refuses_sizes_that_make_no_sense(settings, error, words):
+  with pytest.raises(error, match=words):
+    battery.check_rule("token", **settings)
 
 
 @pytest.mark.parametrize(("one_hot", "pairs"), [(False, battery.PAIRS), (True, battery.LOOKED_UP)])
