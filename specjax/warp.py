@@ -70,7 +70,8 @@ def log_probs(logits: Array, warp: Warp) -> Array:
   # No row pays for a filter that no row uses.
   scaled = lax.cond((top_k > 0).any(), lambda x: _top_k(x, top_k), lambda x: x, scaled)
   scaled = lax.cond((top_p < 1).any(), lambda x: _top_p(x, top_p), lambda x: x, scaled)
-  scaled = jnp.where(scaled >= jnp.log(min_p), scaled, -jnp.inf)
+  # Filters let NaN pass, and a sum does not lose it, as XLA's maximum on a CPU does.
+  scaled = jnp.where(scaled < jnp.log(min_p), -jnp.inf, scaled)
   log_p = scaled - jax.nn.logsumexp(scaled, -1, keepdims=True)
   # A row that is NaN stays so: its argmax would pass for a token that the model is sure of.
   return lax.cond(greedy.any(), lambda x: jnp.where(greedy & ~jnp.isnan(x), _argmax_law(logits), x), lambda x: x, log_p)
@@ -164,4 +165,4 @@ def _keep_until(scaled: Array, weight: Array, goal: Array) -> Array:
     return jnp.where(below < goal, candidate, threshold)
 
   threshold = lax.fori_loop(0, 31, add_bit, jnp.zeros((*scaled.shape[:-1], 1), jnp.int32))
-  return jnp.where(bits <= threshold, scaled, -jnp.inf)
+  return jnp.where((bits <= threshold) | jnp.isnan(scaled), scaled, -jnp.inf)

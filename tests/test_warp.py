@@ -210,6 +210,17 @@ def test_broken_logits_show_as_nan(setting, bad):
   assert np.isnan(law_of(np.full((2, 3), -np.inf, np.float32), setting)).all()
 
 
+@pytest.mark.parametrize("setting", [Warp(), Warp(0.0), Warp(top_k=20), Warp(top_p=0.5), Warp(min_p=0.3)])
+@pytest.mark.parametrize("at", [0, 499, 999])
+def test_one_nan_among_many_logits_shows(setting, at):
+  """Compiled for many, a maximum passes NaN over; the token must not be taken for one that does not exist."""
+  logits = np.random.default_rng(at).normal(size=(4, 8, 1000)).astype(np.float32)
+  logits[1:3, 2:, at] = np.nan
+  law = np.asarray(jax.jit(log_probs)(logits, setting.per_row(4)))
+  np.testing.assert_array_equal(np.isnan(law).all(-1), np.isnan(logits).any(-1))
+  np.testing.assert_array_equal(np.isnan(law).any(-1), np.isnan(logits).any(-1))
+
+
 def test_bfloat16_logits():
   logits = (4 * np.random.default_rng(2).normal(size=(3, 2, 50))).astype(jnp.bfloat16)
   warp = Warp(np.float32([0.0, 1.0, 0.3]), top_k=30, top_p=0.9).per_row(3)
