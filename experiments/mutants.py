@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import tqdm
@@ -22,7 +23,7 @@ import tqdm
 import specjax
 from experiments import processes, report
 from specjax import verify
-from specjax.audit import Samples, audit
+from specjax.audit import Samples, Stream
 from specjax.audit.engine import Engine
 from specjax.audit.mutants import MUTANTS, Mutant
 from specjax.audit.suite import CHECKS, LEVEL
@@ -34,8 +35,13 @@ from specjax.warp import Warp
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
 CONTROLS = {f"{name} rule": Engine(rule=rule) for name, rule in verify.RULES.items() if rule.lossless}
-TOY_NEEDS = ("padded vocabulary", "recurrent target")  # checks whose faults take toys of their own
-FULL = "full buffers"  # what a fault needs that changes no text of the other toys
+PADDED, STATE, FULL, STOPS = "a draft model with more tokens", "a state", "full buffers", "frequent stop tokens"
+NEEDS = {  # what the text of other labs does not show
+  "padded vocabulary cut late": PADDED,
+  "recurrent state not rolled back": STATE,
+  "cache without slack": FULL,
+  "stop token overrun": STOPS,
+}
 PREFILL_CHUNK = 8  # so short that prompts leave no slack in the caches
 
 
@@ -58,22 +64,15 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
       for check, p_value in CHECKS.items():
         kept.item(f"{name}/{check}", lambda engine=engine, p_value=p_value: p_value(engine))
         bar.update()
-  visible, tokens = [mutant for mutant in chosen if mutant.visible], {}
-  lab_of = functools.cache(lambda needs: Lab.of_toys(config, needs))  # keeps the sound engine's text, too
-
-  def in_toys(mutant: Mutant) -> dict[str, Any]:
-    found = lab_of(mutant.check if mutant.check in TOY_NEEDS else None).tokens_needed(mutant)
-    return lab_of(FULL).tokens_needed(mutant) if found["unchanged"] else found
-
-  for index, mutant in enumerate(tqdm.tqdm(visible, desc="Auditing toys", disable=None)):
-    if index % 8 == 7:
-      jax.clear_caches()
-    tokens[mutant.name] = {"toy": kept.item(f"{mutant.name}/toy", functools.partial(in_toys, mutant))}
-  if config.model:
-    lab = Lab.load(config)
-    for mutant in tqdm.tqdm(visible, desc="Auditing", disable=None):
-      found = kept.item(f"{mutant.name}/tokens", lambda mutant=mutant: lab.tokens_needed(mutant))
-      tokens[mutant.name]["model"] = found
+  visible, tokens = [mutant for mutant in chosen if mutant.visible], {mutant.name: {} for mutant in chosen}
+  for where, load in {"toy": Lab.of_toys, **({"model": Lab.load} if config.model else {})}.items():
+    lab_of = functools.cache(functools.partial(load, config))  # keeps the sound engine's text, too
+    for index, mutant in enumerate(tqdm.tqdm(visible, desc=f"Auditing: {where}", disable=None)):
+      if index % 8 == 7:
+        jax.clear_caches()
+      lab = lab_of(NEEDS.get(mutant.name))
+      found = kept.item(f"{mutant.name}/{where}", lambda lab=lab, mutant=mutant: lab.tokens_needed(mutant))
+      tokens[mutant.name][where] = found
   p_values = {name: {check: kept.items[f"{name}/{check}"] for check in CHECKS} for name in engines}
   summary = summarise(p_values, chosen, tokens)
   kept.finish(summary)
@@ -119,6 +118,49 @@ def flatter(model: LanguageModel) -> LanguageModel:
   return dataclasses.replace(model, apply=apply)
 
 
+def without_the_last_token(model: LanguageModel) -> LanguageModel:
+  def apply(params, tokens, cache, start):
+    logits, cache = model.apply(params, tokens, cache, start)
+    return logits[..., :-1], cache
+
+  return dataclasses.replace(model, apply=apply, vocab_size=model.vocab_size - 1)
+
+
+def with_a_last_token(model: LanguageModel, below: float) -> LanguageModel:
+  """The model with the last token's logit so much below the highest."""
+
+  def apply(params, tokens, cache, start):
+    logits, cache = model.apply(params, tokens, cache, start)
+    return logits.at[..., -1].set(logits.max(-1) - below), cache
+
+  return dataclasses.replace(model, apply=apply)
+
+
+def with_a_state(model: LanguageModel) -> LanguageModel:
+  """The model with a state in place of `start`: a pass goes on behind the last one, unless the state is rewound."""
+
+  def apply(params, tokens, state, start):
+    del start
+    cache, position = state
+    logits, cache = model.apply(params, tokens, cache, position)
+    return logits, (cache, position + tokens.shape[1])
+
+  def init_cache(params, batch, max_length):
+    return model.init_cache(params, batch, max_length), jnp.zeros(batch, jnp.int32)
+
+  return dataclasses.replace(model, apply=apply, init_cache=init_cache, rewind=lambda state, length: (state[0], length))
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(name: str) -> tuple[LanguageModel, Any]:
+  return specjax.load_model(name), specjax.load_tokenizer(name)
+
+
+def _short(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  """Texts so short that many rows fill their buffers."""
+  return ml_collections.ConfigDict({**config, "new_tokens": 8})
+
+
 @dataclasses.dataclass(frozen=True)
 class Lab:
   """A model, prompts for it, and laws of several kinds in each batch."""
@@ -131,30 +173,39 @@ class Lab:
   most: int  # tokens
 
   @classmethod
-  def load(cls, config: ml_collections.ConfigDict) -> "Lab":
-    target, tokenizer = specjax.load_model(config.model), specjax.load_tokenizer(config.model)
+  def load(cls, config: ml_collections.ConfigDict, needs: str | None = None) -> "Lab":
+    """config.model, and prompts from a few tasks; needs: one of the values of NEEDS."""
+    target, tokenizer = _loaded(config.model)
     texts = [tokenizer.encode(prompt.text) for prompt in prompts("mixed", config.rows, config.seed)]
-    cut = [ids[: 16 + 8 * (i % 5)] for i, ids in enumerate(texts)]  # ragged
-    return cls(config, target, flatter(target), cut, tuple(tokenizer.eos_ids), config.tokens)
+    ragged = [ids[: 16 + 8 * (i % 5)] for i, ids in enumerate(texts)]
+    draft, stop_ids = flatter(target), tuple(tokenizer.eos_ids)
+    if needs == PADDED:
+      # What the target lacks is drafted often, and the token that is taken for it is seldom said.
+      target, draft = with_a_last_token(without_the_last_token(target), 3.0), with_a_last_token(draft, 1.0)
+    if needs == STATE:
+      target = with_a_state(target)
+    if needs == STOPS:
+      stop_ids = tuple({*stop_ids, *tokenizer.encode("."), *tokenizer.encode("\n"), *tokenizer.encode(",")})
+    if needs == FULL:
+      return cls(_short(config), target, draft, [ids[: 2 * PREFILL_CHUNK] for ids in texts], (), config.tokens)
+    return cls(config, target, draft, ragged, stop_ids, config.tokens)
 
   @classmethod
-  def of_toys(cls, config: ml_collections.ConfigDict, needs: str | None) -> "Lab":
-    """A tiny language and one much like it, or what a fault needs to be seen: a recurrent state or a padded vocabulary,
-    of TOY_NEEDS; or short texts that fill their buffers, FULL. The last token ends a text, but there."""
-    size = 13 if needs == "padded vocabulary" else 16
+  def of_toys(cls, config: ml_collections.ConfigDict, needs: str | None = None) -> "Lab":
+    """A tiny language and one much like it, or what a fault needs to be seen. The last token ends a text."""
+    size = 13 if needs == PADDED else 16
     key, random = jax.random.key(config.seed), np.random.default_rng(config.seed)
     target = tabular.tabular(jax.random.fold_in(key, 0), size)
     noise = jax.random.normal(jax.random.fold_in(key, 1), target.params.shape)
     draft = tabular.from_table(target.params + 1.2 * noise)
-    if needs == "padded vocabulary":
+    if needs == PADDED:
       draft = tabular.tabular(jax.random.fold_in(key, 2), 16)
-    if needs == "recurrent target":
+    if needs == STATE:
       target = tabular.recurrent(target)
     lengths = [PREFILL_CHUNK if needs == FULL else 1 + i % 8 for i in range(config.toy_rows)]
     prompts = [random.integers(0, size - 1, length).tolist() for length in lengths]
     if needs == FULL:
-      short = ml_collections.ConfigDict({**config, "new_tokens": 8})
-      return cls(short, target, draft, prompts, (), config.toy_tokens)
+      return cls(_short(config), target, draft, prompts, (), config.toy_tokens)
     return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens)
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
@@ -164,29 +215,21 @@ class Lab:
     if nothing was found. "tokens": how many there were. "unchanged": whether the first batch is that of the sound
     engine, from the same keys; then there is nothing to find, and no more is made.
     """
-    samples: list[Samples] = []
-    warps: list[Warp] = []
+    stream, batches = Stream(
+      self.target, draft=self.draft, eos_id=self.eos_ids, noise="float32", alpha=self.config.alpha
+    ), 0  # fmt: skip
     while True:
-      for _ in range(max(1, len(samples))):
-        batch, warp = self.generate(mutant.engine, len(samples))
-        samples, warps = [*samples, batch], [*warps, warp]
-      text = Samples.concatenate(samples)
-      if len(samples) == 1 and all(map(np.array_equal, text.tokens, self.sound)):
+      made = [self.generate(mutant.engine, index) for index in range(batches, max(1, 2 * batches))]
+      batches += len(made)
+      text = Samples.concatenate([samples for samples, _ in made])
+      if batches == 1 and all(map(np.array_equal, text.tokens, self.sound)):
         return {"needed": None, "tokens": text.num_tokens, "unchanged": True}
-      found = audit(
-        self.target,
-        text,
-        warp=jax.tree.map(lambda *fields: np.concatenate(fields), *warps),
-        draft=self.draft,
-        eos_id=self.eos_ids,
-        noise="float32",
-        alpha=self.config.alpha,
-      )
+      stream, found = stream.add(text, warp=jax.tree.map(lambda *fields: np.concatenate(fields), *(w for _, w in made)))
       crossed = found.evidence.crossed if found.evidence else None
       if found.ok is False or crossed:
-        return {"needed": crossed or text.num_tokens, "tokens": text.num_tokens, "unchanged": False}
-      if 2 * len(samples) * int(self.limits.sum()) > self.most:
-        return {"needed": None, "tokens": text.num_tokens, "unchanged": False}
+        return {"needed": crossed or found.tokens, "tokens": found.tokens, "unchanged": False}
+      if 2 * batches * int(self.limits.sum()) > self.most:
+        return {"needed": None, "tokens": found.tokens, "unchanged": False}
 
   @property
   def limits(self) -> np.ndarray:
@@ -281,8 +324,10 @@ def write_docs(summary: Mapping[str, Any], p_values: Mapping[str, Mapping[str, f
     *(f"| {letter} | {name} | {described[name]} |" for letter, name in zip(letters, CHECKS, strict=True)),
     "",
     "● caught, · not. The last columns say how many tokens the audit of samples needed, in batches that double: of a "
-    f"tiny language, and of a real model ({config.model or 'not run'}). *Same text*: the fault changed none of so "
-    "many, from the same keys. *Not visible*: the law of the output is right, only speed or figures suffer.",
+    f"tiny language, and of a real model ({config.model or 'not run'}). A fault that ordinary texts do not show is "
+    f"planted where they do: {'; '.join(f'{fault}: {needs}' for fault, needs in NEEDS.items())}. *Same text*: the "
+    "fault changed none of so many, from the same keys. *Not visible*: the law of the output is right, only speed or "
+    "figures suffer.",
     "",
     "| fault | what it does | " + " | ".join(letters) + " | tokens: toy | model |",
     "|---|---|" + ":-:|" * len(letters) + "--:|--:|",

@@ -1,7 +1,7 @@
 """Is what an engine sampled the target's law? Tests of real samples, and proof by enumeration on tiny languages."""
 
 from specjax.audit.battery import RuleReport, check_rule
-from specjax.audit.core import NOISE, Noise, audit, drift
+from specjax.audit.core import NOISE, Noise, Stream, audit, drift
 from specjax.audit.report import Report
 from specjax.audit.samples import Samples
 from specjax.audit.two_sample import TwoSample, two_sample
@@ -12,6 +12,7 @@ __all__ = [
   "Report",
   "RuleReport",
   "Samples",
+  "Stream",
   "TwoSample",
   "audit",
   "check_rule",

@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax import checks
@@ -88,12 +89,60 @@ def audit(
   Raises ValueError for ids outside the vocabulary, sequences beyond the target's context, samples without any generated
   token, a draft model with another vocabulary, and a target whose law is NaN.
   """
-  warp, stop_ids, noise = _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power, seed)
-  scores = score(target, samples, warp, stop_ids, draft)
-  _require_laws(samples, scores)
-  return judge(
-    samples, scores, warp=warp, stop_ids=stop_ids, rule=rule, noise=noise, alpha=alpha, power=power, seed=seed
-  )
+  stream = Stream(target, draft=draft, rule=rule, eos_id=eos_id, noise=noise, alpha=alpha, power=power, seed=seed)
+  return stream.add(samples, warp=warp)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+  """An audit of text that is still being made: every token is scored once, however often one looks.
+
+      stream = Stream(target, eos_id=tokenizer.eos_ids)
+      for batch in engine:
+        stream, report = stream.add(batch)
+        if report.evidence.crossed:
+          break
+
+  Fields but the last three are arguments of `audit`. Its report on all samples is that of the last `add`, but for
+  rounding. `evidence` may be looked at after every one of them; `ok` keeps its alpha for a number of tokens that was
+  chosen beforehand, and not for the first of many looks that finds something.
+
+  samples, scores, warp: what was added so far, and how it was asked for. All parts tell the same things of their
+  generations: rows, labels and so on.
+  """
+
+  target: LanguageModel
+  _: dataclasses.KW_ONLY
+  draft: LanguageModel | None = None
+  rule: str | None = None
+  eos_id: int | Sequence[int] | None = None
+  noise: str | Noise = "bfloat16"
+  alpha: float = 1e-3
+  power: float = 0.8
+  seed: int = 0
+  samples: Samples | None = None
+  scores: Scores | None = None
+  warp: Warp | None = None
+
+  def add(self, samples: Samples, *, warp: Warp = DEFAULT_WARP) -> tuple["Stream", Report]:
+    """The stream with these samples behind the others, and the report on all of them. Raises what `audit` raises."""
+    settings = self.draft, self.rule, self.eos_id, self.noise, self.alpha, self.power, self.seed
+    warp, stop_ids, noise = _check(self.target, samples, warp, *settings)
+    known, told = 0, None
+    if self.samples is not None:
+      _require_same_fields(self.samples, samples)
+      known = len(self.samples.tokens)
+      samples = Samples.concatenate([self.samples, samples])
+      warp, told = jax.tree.map(lambda *parts: np.concatenate(parts), self.warp, warp), self.scores
+    scores = score(self.target, samples, warp, stop_ids, self.draft, known=known)
+    _require_laws(samples, scores, known)
+    if told is not None:
+      scores = jax.tree.map(lambda *parts: np.concatenate(parts), told, scores)
+    stream = dataclasses.replace(self, samples=samples, scores=scores, warp=warp)
+    return stream, judge(
+      samples, scores, warp=warp, stop_ids=stop_ids, rule=self.rule, noise=noise, alpha=self.alpha, power=self.power,
+      seed=self.seed,
+    )  # fmt: skip
 
 
 def judge(
@@ -236,14 +285,23 @@ def _place(samples: Samples, index: int) -> tuple[int, int]:
   return generation, int(index - (ends[generation] - len(samples.tokens[generation])))
 
 
-def _require_laws(samples: Samples, scores: Scores) -> None:
+def _require_laws(samples: Samples, scores: Scores, known: int = 0) -> None:
+  """known: generations before the first that the scores are of."""
+  before = int(samples.counts[:known].sum())
   for what, values in (("target", scores.log_p), ("draft model", scores.log_q)):
     if values is not None and (bad := np.flatnonzero(np.isnan(values))).size:
-      generation, position = _place(samples, bad[0])
+      generation, position = _place(samples, before + bad[0])
       raise ValueError(
         f"the {what}'s law is NaN at token {position} of generation {generation}, and at {bad.size} tokens in all: "
         "its logits are not finite there."
       )
+
+
+def _require_same_fields(before: Samples, samples: Samples) -> None:
+  for name, value in vars(samples).items():
+    if (value is None) != (getattr(before, name) is None):
+      has, had = ("no ", "") if value is None else ("", "no ")
+      raise ValueError(f"these samples have {has}{name}, and those before had {had}{name}: a stream has one form.")
 
 
 def _support(samples: Samples, scores: Scores, noise: Noise) -> Support:

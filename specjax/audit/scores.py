@@ -93,17 +93,19 @@ def score(
   stop_ids: np.ndarray,
   draft: LanguageModel | None = None,
   *,
+  known: int = 0,
   expected: bool = False,
   description: str = "Scoring",
 ) -> Scores:
   """Feeds every sequence to the target (and the draft model) once, and returns the scores as numpy arrays.
 
-  expected: the deviations are E_q f - E_p f in place of f(x) - E_p f, with q the law of `draft`.
+  known: so many generations are not scored, and are but the past of the others. expected: the deviations are
+  E_q f - E_p f in place of f(x) - E_p f, with q the law of `draft`.
   """
-  starts = np.cumsum([0, *map(len, samples.tokens)])
+  starts = np.cumsum([0, *(len(tokens) if i >= known else 0 for i, tokens in enumerate(samples.tokens))])
   out: Scores | None = None
   with tqdm.tqdm(total=int(starts[-1]), desc=description, unit=" tokens", leave=False, disable=None) as bar:
-    for members, batch in _batches(target, samples, warp, stop_ids):
+    for members, batch in _batches(target, samples, warp, stop_ids, known):
       scores = jax.device_get(_score_batch(target, draft, batch, expected=expected))
       if out is None:
         out = jax.tree.map(lambda leaf: np.empty(starts[-1], leaf.dtype), scores)
@@ -118,12 +120,12 @@ def score(
 
 
 def _batches(
-  target: LanguageModel, samples: Samples, warp: Warp, stop_ids: np.ndarray
+  target: LanguageModel, samples: Samples, warp: Warp, stop_ids: np.ndarray, known: int
 ) -> Iterator[tuple[np.ndarray, Batch]]:
   """The generations by length, in batches of few shapes: buffers of a power of two, always the same number of rows."""
   lengths = np.array([len(p) + len(t) for p, t in zip(samples.prompts, samples.tokens, strict=True)])
   order = np.argsort(lengths, kind="stable")
-  order = order[[len(samples.tokens[i]) > 0 for i in order]]
+  order = order[[i >= known and len(samples.tokens[i]) > 0 for i in order]]
   earlier, aligned = earlier_choices(samples), aligned_choices(samples)
   slots = np.maximum(LEAST_SLOTS, 1 << np.ceil(np.log2(lengths + 1)).astype(int))
   rows = 1 << (max(1, VOCABULARY_FLOATS // (CHUNK * target.vocab_size)).bit_length() - 1)

@@ -1,5 +1,6 @@
 """The table of planted faults: what is kept, shown and written; tests/audit/test_mutants.py tests the faults."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -31,7 +32,7 @@ def test_the_table(config, lab, tmp_path, capsys, monkeypatch) -> None:
   found = {"rule": lambda engine: 1e-12 if engine.rule.lossless is False else 0.5, "none": lambda engine: None}
   monkeypatch.setattr(mutants, "CHECKS", found)
   monkeypatch.setattr(mutants, "CONTROLS", {"token rule": Engine()})
-  monkeypatch.setattr(Lab, "load", lambda config: lab)
+  monkeypatch.setattr(Lab, "load", lambda config, needs: lab)
   summary = mutants.run(config, tmp_path, tmp_path / "mutants.md")
   by_name = {each["name"]: each for each in summary["mutants"]}
   assert list(by_name) == list(NAMES)
@@ -62,13 +63,31 @@ def test_the_audit_finds_nothing_in_the_sound_engine(lab) -> None:
   assert lab.config.tokens / 4 < found["tokens"] <= lab.config.tokens
 
 
-def test_what_only_full_buffers_show(config) -> None:
-  """It changes no text of the other toys."""
-  fault = next(mutant for mutant in mutants.MUTANTS if mutant.name == "cache without slack")
-  assert Lab.of_toys(config, None).tokens_needed(fault)["unchanged"]
-  full = Lab.of_toys(config, mutants.FULL)
-  assert full.tokens_needed(fault)["needed"] > 0
-  assert full.tokens_needed(mutants.Mutant("none", "nothing", True, "counts", Engine()))["unchanged"]
+@pytest.mark.parametrize("name", mutants.NEEDS)
+def test_what_shows_in_a_situation_of_its_own(name, config) -> None:
+  fault = next(mutant for mutant in mutants.MUTANTS if mutant.name == name)
+  lab = Lab.of_toys(config, mutants.NEEDS[name])
+  assert lab.tokens_needed(fault)["needed"] > 0
+  assert lab.tokens_needed(mutants.Mutant("none", "nothing", True, "counts", Engine()))["unchanged"]
+
+
+@pytest.mark.parametrize("needs", [mutants.STATE, mutants.PADDED])
+def test_a_model_in_another_situation(needs, lab) -> None:
+  """What `Lab.load` makes of a real model: with a state, the text is the same."""
+  changed = {
+    mutants.STATE: {"target": mutants.with_a_state(lab.target)},
+    mutants.PADDED: {
+      "target": mutants.with_a_last_token(mutants.without_the_last_token(lab.target), 3.0),
+      "draft": mutants.with_a_last_token(lab.draft, 1.0),
+      "eos_ids": (),
+    },
+  }
+  other = dataclasses.replace(lab, **changed[needs])
+  same = all(map(np.array_equal, lab.sound, other.sound))
+  assert same == (needs == mutants.STATE)
+  fault = next(mutant for mutant in mutants.MUTANTS if mutants.NEEDS.get(mutant.name) == needs)
+  assert lab.tokens_needed(fault)["unchanged"]
+  assert other.tokens_needed(fault)["needed"] > 0
 
 
 def test_an_unknown_mutant(config, tmp_path) -> None:
