@@ -36,12 +36,13 @@ def test_in_parts_as_in_one(monkeypatch):
   scored = []
   score = core.score
   monkeypatch.setattr(core, "score", lambda *a, **k: scored.append(score(*a, **k)) or scored[-1])
-  stream = Stream(target(), **SETTINGS)
+  stream, report = Stream(target(), **SETTINGS), None
   for own in parts():
     stream, report = stream.add(part(made(), own), warp=warp(own))
   assert [len(each.log_p) for each in scored] == [made().counts[own].sum() for own in parts()]
   whole = audit(target(), made(), warp=warp(slice(None)), **SETTINGS)
   jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-4), stream.scores, scored[-1])
+  assert report is not None
   assert {t.name for t in whole.tests} == {t.name for t in report.tests}
   for ours, theirs in zip((*report.tests, *report.rule_tests), (*whole.tests, *whole.rule_tests), strict=True):
     assert ours.z == pytest.approx(theirs.z, abs=1e-2)
