@@ -100,7 +100,7 @@ class Stream:
       stream = Stream(target, eos_id=tokenizer.eos_ids)
       for batch in engine:
         stream, report = stream.add(batch)
-        if report.evidence.crossed:
+        if report.evidence and report.evidence.crossed:
           break
 
   Fields but the last three are arguments of `audit`. Its report on all samples is that of the last `add`, but for
