@@ -5,7 +5,10 @@
 
 The checks on tiny languages take about an hour on 2 CPU cores; a run that was interrupted goes on where it was. Faults
 that samples can show are planted in the sampler of a toy, too, and the audit says how many tokens it needed; with a
-model also in that one's, for some minutes more for each fault.
+model also in that one's, for some minutes more for each fault. The faintest take longer texts, an hour each:
+
+  python -m experiments.mutants --config=configs/mutants.py --config.model=smollm2-135m --config.new_tokens=96 \\
+    --config.tokens=24000 --config.mutants="('u too small', 'q before the warp')"
 """
 
 import ml_collections
