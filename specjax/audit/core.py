@@ -124,6 +124,9 @@ class Stream:
   scores: Scores | None = None
   warp: Warp | None = None
 
+  def __post_init__(self) -> None:
+    check_settings(self.rule, self.noise, self.alpha, self.power, self.seed)
+
   def add(self, samples: Samples, *, warp: Warp = DEFAULT_WARP) -> tuple["Stream", Report]:
     """The stream with these samples behind the others, and the report on all of them. Raises what `audit` raises."""
     settings = self.draft, self.rule, self.eos_id, self.noise, self.alpha, self.power, self.seed

@@ -78,3 +78,8 @@ def test_parts_tell_the_same_things():
   stream, _ = Stream(target()).add(plain)
   with pytest.raises(ValueError, match="these samples have rows, and those before had no rows"):
     stream.add(part(whole, slice(0, 20)))
+
+
+def test_wrong_settings_are_refused_before_there_are_samples():
+  with pytest.raises(ValueError, match="alpha=2.0 must be a probability"):
+    Stream(target(), alpha=2.0)
