@@ -81,5 +81,5 @@ def test_parts_tell_the_same_things():
 
 
 def test_wrong_settings_are_refused_before_there_are_samples():
-  with pytest.raises(ValueError, match="alpha=2.0 must be a probability"):
+  with pytest.raises(ValueError, match=r"alpha=2\.0 must be a probability"):
     Stream(target(), alpha=2.0)
