@@ -36,12 +36,15 @@ from specjax.warp import Warp
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "mutants.md"
 CONTROLS = {f"{name} rule": Engine(rule=rule) for name, rule in verify.RULES.items() if rule.lossless}
 PADDED, STATE, FULL, STOPS = "a draft model with more tokens", "a state", "full buffers", "frequent stop tokens"
+HOT = "hot texts"
 NEEDS = {  # what the text of other labs does not show
   "padded vocabulary cut late": PADDED,
   "recurrent state not rolled back": STATE,
   "cache without slack": FULL,
   "stop token overrun": STOPS,
+  "drafts in low precision": HOT,
 }
+LAWS = (1.0, 1.0), (0.7, 1.0), (1.5, 0.8), (1.0, 1.0), (0.0, 1.0)  # temperature and top_p of rows in turn
 PREFILL_CHUNK = 8  # so short that prompts leave no slack in the caches
 
 
@@ -156,6 +159,10 @@ def _loaded(name: str) -> tuple[LanguageModel, Any]:
   return specjax.load_model(name), specjax.load_tokenizer(name)
 
 
+def _laws(needs: str | None) -> Sequence[tuple[float, float]]:
+  return ((1.5, 1.0),) if needs == HOT else LAWS
+
+
 def _short(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Texts so short that many rows fill their buffers."""
   return ml_collections.ConfigDict({**config, "new_tokens": 8})
@@ -171,6 +178,7 @@ class Lab:
   prompts: list[list[int]]
   eos_ids: tuple[int, ...]
   most: int  # tokens
+  laws: Sequence[tuple[float, float]] = LAWS
 
   @classmethod
   def load(cls, config: ml_collections.ConfigDict, needs: str | None = None) -> "Lab":
@@ -188,7 +196,7 @@ class Lab:
       stop_ids = tuple({*stop_ids, *tokenizer.encode("."), *tokenizer.encode("\n"), *tokenizer.encode(",")})
     if needs == FULL:
       return cls(_short(config), target, draft, [ids[: 2 * PREFILL_CHUNK] for ids in texts], (), config.tokens)
-    return cls(config, target, draft, ragged, stop_ids, config.tokens)
+    return cls(config, target, draft, ragged, stop_ids, config.tokens, _laws(needs))
 
   @classmethod
   def of_toys(cls, config: ml_collections.ConfigDict, needs: str | None = None) -> "Lab":
@@ -206,7 +214,7 @@ class Lab:
     prompts = [random.integers(0, size - 1, length).tolist() for length in lengths]
     if needs == FULL:
       return cls(_short(config), target, draft, prompts, (), config.toy_tokens)
-    return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens)
+    return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens, _laws(needs))
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
     """Generates, audits all so far, and doubles it, until the audit says that there is a fault, or to `most`.
@@ -242,14 +250,15 @@ class Lab:
     return self.generate(Engine(), 0)[0].tokens
 
   def generate(self, engine: Engine, index: int) -> tuple[Samples, Warp]:
-    """One batch: temperatures of 1, 0.7, and 0, and top-p of a hotter law."""
+    """One batch, rows under `laws` in turn."""
     config, rows = self.config, len(self.prompts)
     tokens, lengths = right_padded(self.prompts)
     width = tokens.shape[1] + -tokens.shape[1] % PREFILL_CHUNK  # an engine pads to this
+    temperature, top_p = np.resize(np.array(self.laws, np.float32), (rows, 2)).T
     fields: dict[str, Any] = {
-      "temperature": np.resize(np.array([1.0, 0.7, 1.5, 1.0, 0.0], np.float32), rows),
+      "temperature": temperature,
       "top_k": np.zeros(rows, np.int32),
-      "top_p": np.resize(np.array([1.0, 1.0, 0.8, 1.0, 1.0], np.float32), rows),
+      "top_p": top_p,
       "min_p": np.zeros(rows, np.float32),
     }
     warp = Warp(**fields)
