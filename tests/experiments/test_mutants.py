@@ -63,12 +63,21 @@ def test_the_audit_finds_nothing_in_the_sound_engine(lab) -> None:
   assert lab.config.tokens / 4 < found["tokens"] <= lab.config.tokens
 
 
-@pytest.mark.parametrize("name", mutants.NEEDS)
+@pytest.mark.parametrize("name", [name for name, needs in mutants.NEEDS.items() if needs != mutants.HOT])
 def test_what_shows_in_a_situation_of_its_own(name, config) -> None:
   fault = next(mutant for mutant in mutants.MUTANTS if mutant.name == name)
   lab = Lab.of_toys(config, mutants.NEEDS[name])
   assert lab.tokens_needed(fault)["needed"] > 0
   assert lab.tokens_needed(mutants.Mutant("none", "nothing", True, "counts", Engine()))["unchanged"]
+
+
+def test_hot_texts(config) -> None:
+  """They show their fault sooner, but in 34,000 tokens of a toy: here it is seen that they are hot."""
+  hot, usual = (Lab.of_toys(config, needs).generate(Engine(), 0) for needs in (mutants.HOT, None))
+  assert set(hot[1].temperature.tolist()) == {1.5}
+  assert set(hot[1].top_p.tolist()) == {1.0}
+  np.testing.assert_array_equal(usual[1].temperature[:5], np.float32([1.0, 0.7, 1.5, 1.0, 0.0]))
+  np.testing.assert_array_equal(usual[1].top_p[:5], np.float32([1.0, 1.0, 0.8, 1.0, 1.0]))
 
 
 @pytest.mark.parametrize("needs", [mutants.STATE, mutants.PADDED])
