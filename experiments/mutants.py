@@ -68,14 +68,14 @@ def run(config: ml_collections.ConfigDict, results: pathlib.Path = report.RESULT
         kept.item(f"{name}/{check}", lambda engine=engine, p_value=p_value: p_value(engine))
         bar.update()
   visible, tokens = [mutant for mutant in chosen if mutant.visible], {mutant.name: {} for mutant in chosen}
-  for where, load in {"toy": Lab.of_toys, **({"model": Lab.load} if config.model else {})}.items():
+  labs = {"toy": Lab.of_toys} | ({"model": Lab.load} if config.model else {})
+  for where, load in labs.items():
     lab_of = functools.cache(functools.partial(load, config))  # keeps the sound engine's text, too
     for index, mutant in enumerate(tqdm.tqdm(visible, desc=f"Auditing: {where}", disable=None)):
       if index % 8 == 7:
         jax.clear_caches()
-      lab = lab_of(NEEDS.get(mutant.name))
-      found = kept.item(f"{mutant.name}/{where}", lambda lab=lab, mutant=mutant: lab.tokens_needed(mutant))
-      tokens[mutant.name][where] = found
+      needed = lambda mutant=mutant, lab_of=lab_of: lab_of(NEEDS.get(mutant.name)).tokens_needed(mutant)  # noqa: E731
+      tokens[mutant.name][where] = kept.item(f"{mutant.name}/{where}", needed)
   p_values = {name: {check: kept.items[f"{name}/{check}"] for check in CHECKS} for name in engines}
   summary = summarise(p_values, chosen, tokens)
   kept.finish(summary)
@@ -121,22 +121,24 @@ def flatter(model: LanguageModel) -> LanguageModel:
   return dataclasses.replace(model, apply=apply)
 
 
-def without_the_last_token(model: LanguageModel) -> LanguageModel:
-  def apply(params, tokens, cache, start):
-    logits, cache = model.apply(params, tokens, cache, start)
-    return logits[..., :-1], cache
+def padded(target: LanguageModel, draft: LanguageModel) -> tuple[LanguageModel, LanguageModel]:
+  """The target without its last token, which the other drafts often; the one before is seldom said."""
 
-  return dataclasses.replace(model, apply=apply, vocab_size=model.vocab_size - 1)
+  def target_apply(params, tokens, cache, start):
+    logits, cache = target.apply(params, tokens, cache, start)
+    return _last_token(logits[..., :-1], below=3.0), cache
+
+  def draft_apply(params, tokens, cache, start):
+    logits, cache = draft.apply(params, tokens, cache, start)
+    return _last_token(logits, below=1.0), cache
+
+  cut = dataclasses.replace(target, apply=target_apply, vocab_size=target.vocab_size - 1)
+  return cut, dataclasses.replace(draft, apply=draft_apply)
 
 
-def with_a_last_token(model: LanguageModel, below: float) -> LanguageModel:
-  """The model with the last token's logit so much below the highest."""
-
-  def apply(params, tokens, cache, start):
-    logits, cache = model.apply(params, tokens, cache, start)
-    return logits.at[..., -1].set(logits.max(-1) - below), cache
-
-  return dataclasses.replace(model, apply=apply)
+def _last_token(logits: jax.Array, below: float) -> jax.Array:
+  """Its logit is so much below the highest."""
+  return logits.at[..., -1].set(logits.max(-1) - below)
 
 
 def with_a_state(model: LanguageModel) -> LanguageModel:
@@ -159,15 +161,6 @@ def _loaded(name: str) -> tuple[LanguageModel, Any]:
   return specjax.load_model(name), specjax.load_tokenizer(name)
 
 
-def _laws(needs: str | None) -> Sequence[tuple[float, float]]:
-  return ((1.5, 1.0),) if needs == HOT else LAWS
-
-
-def _short(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-  """Texts so short that many rows fill their buffers."""
-  return ml_collections.ConfigDict({**config, "new_tokens": 8})
-
-
 @dataclasses.dataclass(frozen=True)
 class Lab:
   """A model, prompts for it, and laws of several kinds in each batch."""
@@ -178,29 +171,29 @@ class Lab:
   prompts: list[list[int]]
   eos_ids: tuple[int, ...]
   most: int  # tokens
-  laws: Sequence[tuple[float, float]] = LAWS
+  needs: str | None = None  # one of the values of NEEDS
 
   @classmethod
   def load(cls, config: ml_collections.ConfigDict, needs: str | None = None) -> "Lab":
     """config.model, and prompts from a few tasks; needs: one of the values of NEEDS."""
     target, tokenizer = _loaded(config.model)
     texts = [tokenizer.encode(prompt.text) for prompt in prompts("mixed", config.rows, config.seed)]
-    ragged = [ids[: 16 + 8 * (i % 5)] for i, ids in enumerate(texts)]
+    cut = [ids[: 16 + 8 * (i % 5)] for i, ids in enumerate(texts)]  # ragged
     draft, stop_ids = flatter(target), tuple(tokenizer.eos_ids)
     if needs == PADDED:
-      # What the target lacks is drafted often, and the token that is taken for it is seldom said.
-      target, draft = with_a_last_token(without_the_last_token(target), 3.0), with_a_last_token(draft, 1.0)
+      target, draft = padded(target, draft)
     if needs == STATE:
       target = with_a_state(target)
     if needs == STOPS:
       stop_ids = tuple({*stop_ids, *tokenizer.encode("."), *tokenizer.encode("\n"), *tokenizer.encode(",")})
     if needs == FULL:
-      return cls(_short(config), target, draft, [ids[: 2 * PREFILL_CHUNK] for ids in texts], (), config.tokens)
-    return cls(config, target, draft, ragged, stop_ids, config.tokens, _laws(needs))
+      cut, stop_ids = [ids[: 2 * PREFILL_CHUNK] for ids in texts], ()
+    return cls(config, target, draft, cut, stop_ids, config.tokens, needs)
 
   @classmethod
   def of_toys(cls, config: ml_collections.ConfigDict, needs: str | None = None) -> "Lab":
-    """A tiny language and one much like it, or what a fault needs to be seen. The last token ends a text."""
+    """A tiny language and one much like it, or what a fault needs to be seen. The last token ends a text, but where
+    buffers are to be filled."""
     size = 13 if needs == PADDED else 16
     key, random = jax.random.key(config.seed), np.random.default_rng(config.seed)
     target = tabular.tabular(jax.random.fold_in(key, 0), size)
@@ -212,9 +205,8 @@ class Lab:
       target = tabular.recurrent(target)
     lengths = [PREFILL_CHUNK if needs == FULL else 1 + i % 8 for i in range(config.toy_rows)]
     prompts = [random.integers(0, size - 1, length).tolist() for length in lengths]
-    if needs == FULL:
-      return cls(_short(config), target, draft, prompts, (), config.toy_tokens)
-    return cls(config, target, draft, prompts, (size - 1,), config.toy_tokens, _laws(needs))
+    stop_ids = () if needs == FULL else (size - 1,)
+    return cls(config, target, draft, prompts, stop_ids, config.toy_tokens, needs)
 
   def tokens_needed(self, mutant: Mutant) -> dict[str, Any]:
     """Generates, audits all so far, and doubles it, until the audit says that there is a fault, or to `most`.
@@ -223,9 +215,8 @@ class Lab:
     if nothing was found. "tokens": how many there were. "unchanged": whether the first batch is that of the sound
     engine, from the same keys; then there is nothing to find, and no more is made.
     """
-    stream, batches = Stream(
-      self.target, draft=self.draft, eos_id=self.eos_ids, noise="float32", alpha=self.config.alpha
-    ), 0  # fmt: skip
+    alpha, batches = self.config.alpha, 0
+    stream = Stream(self.target, draft=self.draft, eos_id=self.eos_ids, noise="float32", alpha=alpha)
     while True:
       made = [self.generate(mutant.engine, index) for index in range(batches, max(1, 2 * batches))]
       batches += len(made)
@@ -240,9 +231,14 @@ class Lab:
         return {"needed": None, "tokens": found.tokens, "unchanged": False}
 
   @property
+  def new_tokens(self) -> int:
+    """At most in a row; where buffers are to be filled, so few that many rows do."""
+    return 8 if self.needs == FULL else self.config.new_tokens
+
+  @property
   def limits(self) -> np.ndarray:
     """int[B]: ragged, since a result ends with the longest, whatever went on behind it."""
-    return self.config.new_tokens - 3 * np.arange(len(self.prompts)) % 7
+    return self.new_tokens - 3 * np.arange(len(self.prompts)) % 7
 
   @functools.cached_property
   def sound(self) -> Sequence[Any]:
@@ -250,11 +246,12 @@ class Lab:
     return self.generate(Engine(), 0)[0].tokens
 
   def generate(self, engine: Engine, index: int) -> tuple[Samples, Warp]:
-    """One batch, rows under `laws` in turn."""
+    """One batch, rows under LAWS in turn, or hot."""
     config, rows = self.config, len(self.prompts)
     tokens, lengths = right_padded(self.prompts)
     width = tokens.shape[1] + -tokens.shape[1] % PREFILL_CHUNK  # an engine pads to this
-    temperature, top_p = np.resize(np.array(self.laws, np.float32), (rows, 2)).T
+    laws = np.array([(1.5, 1.0)] if self.needs == HOT else LAWS, np.float32)
+    temperature, top_p = np.resize(laws, (rows, 2)).T
     fields: dict[str, Any] = {
       "temperature": temperature,
       "top_k": np.zeros(rows, np.int32),
@@ -272,7 +269,7 @@ class Lab:
       num_draft_tokens=config.num_draft_tokens,
       warp=warp,
       eos_id=self.eos_ids,
-      max_length=slots(width, width + config.new_tokens, config.num_draft_tokens, PREFILL_CHUNK),
+      max_length=slots(width, width + self.new_tokens, config.num_draft_tokens, PREFILL_CHUNK),
       prefill_chunk=PREFILL_CHUNK,
     )
     labelled = sum(int(info.num_emitted.sum()) for info in run.rounds) == int((run.result.lengths - lengths).sum())

@@ -129,8 +129,8 @@ class Stream:
 
   def add(self, samples: Samples, *, warp: Warp = DEFAULT_WARP) -> tuple["Stream", Report]:
     """The stream with these samples behind the others, and the report on all of them. Raises what `audit` raises."""
-    settings = self.draft, self.rule, self.eos_id, self.noise, self.alpha, self.power, self.seed
-    warp, stop_ids, noise = _check(self.target, samples, warp, *settings)
+    warp, stop_ids = _check(self.target, samples, warp, self.draft, self.rule, self.eos_id)
+    noise = check_settings(self.rule, self.noise, self.alpha, self.power, self.seed)
     known, told = 0, None
     if self.samples is not None:
       _require_same_fields(self.samples, samples)
@@ -214,7 +214,7 @@ def drift(
   n tokens moves by this times sqrt(n).
   """
   _require_model("engine", engine)
-  warp, stop_ids, _ = _check(target, samples, warp, engine, None, None, "float32", 0.5, 0.5, 0)
+  warp, stop_ids = _check(target, samples, warp, engine, None, None)
   scores = score(target, samples, warp, stop_ids, engine, expected=True, description="Comparing")
   _require_laws(samples, scores)
   return {
@@ -251,13 +251,12 @@ def _require_model(name: str, value: Any) -> None:
     raise TypeError(f"{name} must be a specjax.LanguageModel, got {type(value).__name__}: {hint}")
 
 
-def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power, seed) -> tuple[Warp, np.ndarray, Noise]:
+def _check(target, samples, warp, draft, rule, eos_id) -> tuple[Warp, np.ndarray]:
   checks.models(target, None, 0)
   if not isinstance(samples, Samples):
     raise TypeError(f"samples must be specjax.audit.Samples, got {type(samples).__name__}; see Samples.read.")
   if not samples.num_tokens:
     raise ValueError(f"none of the {len(samples.tokens)} generations holds a token: there is nothing to audit.")
-  noise = check_settings(rule, noise, alpha, power, seed)
   if draft is not None:
     _require_model("draft", draft)
     checks.models(draft, None, 0)
@@ -278,7 +277,7 @@ def _check(target, samples, warp, draft, rule, eos_id, noise, alpha, power, seed
       if limit is not None and len(prompt) + len(tokens) > limit:
         raise ValueError(f"generation {i} has {len(prompt) + len(tokens)} tokens, the {what}'s context holds {limit}.")
   stop_ids = np.unique(checks.stop_ids(eos_id, target.num_ids))
-  return checks.warp_settings(warp, len(samples.tokens)), stop_ids, noise
+  return checks.warp_settings(warp, len(samples.tokens)), stop_ids
 
 
 def _place(samples: Samples, index: int) -> tuple[int, int]:

@@ -66,6 +66,8 @@ def test_the_audit_finds_nothing_in_the_sound_engine(lab) -> None:
 @pytest.mark.parametrize("name", [name for name, needs in mutants.NEEDS.items() if needs != mutants.HOT])
 def test_what_shows_in_a_situation_of_its_own(name, config) -> None:
   fault = next(mutant for mutant in mutants.MUTANTS if mutant.name == name)
+  ordinary = Lab.of_toys(config, None).tokens_needed(fault)
+  assert ordinary["unchanged"] == (mutants.NEEDS[name] != mutants.STOPS)  # a toy's texts often stop
   lab = Lab.of_toys(config, mutants.NEEDS[name])
   assert lab.tokens_needed(fault)["needed"] > 0
   assert lab.tokens_needed(mutants.Mutant("none", "nothing", True, "counts", Engine()))["unchanged"]
@@ -83,15 +85,11 @@ def test_hot_texts(config) -> None:
 @pytest.mark.parametrize("needs", [mutants.STATE, mutants.PADDED])
 def test_a_model_in_another_situation(needs, lab) -> None:
   """What `Lab.load` makes of a real model: with a state, the text is the same."""
-  changed = {
-    mutants.STATE: {"target": mutants.with_a_state(lab.target)},
-    mutants.PADDED: {
-      "target": mutants.with_a_last_token(mutants.without_the_last_token(lab.target), 3.0),
-      "draft": mutants.with_a_last_token(lab.draft, 1.0),
-      "eos_ids": (),
-    },
-  }
-  other = dataclasses.replace(lab, **changed[needs])
+  if needs == mutants.STATE:
+    other = dataclasses.replace(lab, target=mutants.with_a_state(lab.target))
+  else:
+    cut, draft = mutants.padded(lab.target, lab.draft)
+    other = dataclasses.replace(lab, target=cut, draft=draft, eos_ids=())
   same = all(map(np.array_equal, lab.sound, other.sound))
   assert same == (needs == mutants.STATE)
   fault = next(mutant for mutant in mutants.MUTANTS if mutants.NEEDS.get(mutant.name) == needs)
