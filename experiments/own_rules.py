@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 import specjax
 from experiments import processes, report
-from experiments.mutants import flatter
+from experiments.labs import scaled
 from experiments.numerics_matrix import TOY, toy
 from specjax import sharding, verify
 from specjax.audit import Samples, audit
@@ -131,7 +131,7 @@ def _load(config: ml_collections.ConfigDict) -> tuple[LanguageModel, Drafter, li
     target, random = toy(), np.random.default_rng(config.seed)
     lengths = random.integers(1, config.max_prompt_tokens + 1, config.rows)
     texts = [random.integers(0, target.vocab_size, length).tolist() for length in lengths]
-    return target, specjax.ModelDrafter(flatter(target)), texts, (0,)
+    return target, specjax.ModelDrafter(scaled(target, 0.6)), texts, (0,)
   tokenizer = specjax.load_tokenizer(config.model)
   texts = [tokenizer.encode(p.text)[-config.max_prompt_tokens :] for p in prompts("mixed", config.rows, config.seed)]
   return specjax.load_model(config.model), specjax.NGramDrafter(), texts, tuple(tokenizer.eos_ids)

@@ -1,4 +1,4 @@
-"""The table of planted faults: what is kept, shown and written; tests/audit/test_mutants.py tests the faults."""
+"""The table of planted faults, and the labs of its last columns; tests/audit/test_mutants.py tests the faults."""
 
 import dataclasses
 import json
@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from configs.mutants import get_config
-from experiments import mutants
-from experiments.mutants import Lab, flatter
+from experiments import labs, mutants
+from experiments.labs import Lab, scaled
+from specjax import verify
 from specjax.audit.engine import Engine
 from tests.audit.engines import V, target
 
@@ -25,7 +26,7 @@ def config():
 @pytest.fixture
 def lab(config):
   texts = [np.random.default_rng(i).integers(0, V - 1, 1 + i % 4).tolist() for i in range(config.rows)]
-  return Lab(config, target(), flatter(target()), texts, (V - 1,), config.tokens)
+  return Lab(config, target(), scaled(target(), 0.6), texts, (V - 1,), config.tokens)
 
 
 def test_the_table(config, lab, tmp_path, capsys, monkeypatch) -> None:
@@ -63,36 +64,52 @@ def test_the_audit_finds_nothing_in_the_sound_engine(lab) -> None:
   assert lab.config.tokens / 4 < found["tokens"] <= lab.config.tokens
 
 
-@pytest.mark.parametrize("name", [name for name, needs in mutants.NEEDS.items() if needs != mutants.HOT])
+UNCHANGED = labs.PADDED, labs.STATE, labs.FULL, labs.STOPS  # elsewhere their faults change no text
+SHY = {name: needs for name, needs in labs.NEEDS.items() if needs in UNCHANGED}
+
+
+@pytest.mark.parametrize("name", SHY)
 def test_what_shows_in_a_situation_of_its_own(name, config) -> None:
   fault = next(mutant for mutant in mutants.MUTANTS if mutant.name == name)
   ordinary = Lab.of_toys(config, None).tokens_needed(fault)
-  assert ordinary["unchanged"] == (mutants.NEEDS[name] != mutants.STOPS)  # a toy's texts often stop
-  lab = Lab.of_toys(config, mutants.NEEDS[name])
+  assert ordinary["unchanged"] == (SHY[name] != labs.STOPS)  # a toy's texts often stop
+  lab = Lab.of_toys(config, SHY[name])
   assert lab.tokens_needed(fault)["needed"] > 0
   assert lab.tokens_needed(mutants.Mutant("none", "nothing", True, "counts", Engine()))["unchanged"]
 
 
+def test_a_draft_model_that_is_too_sure(config) -> None:
+  """It shows what is wrong with two block rules, and nothing of the right one."""
+  config.toy_tokens = 2**16
+  lab = Lab.of_toys(config, labs.SURE)
+  for fault in (mutant for mutant in mutants.MUTANTS if labs.NEEDS.get(mutant.name) == labs.SURE):
+    assert lab.tokens_needed(fault)["needed"] > 0
+  sound = lab.tokens_needed(mutants.Mutant("none", "nothing", True, "joint law", Engine(rule=verify.block)))
+  assert not sound["unchanged"]  # it is the token rule's text that is compared
+  assert sound["needed"] is None
+  assert sound["tokens"] > 2**13  # as many as showed the faults
+
+
 def test_hot_texts(config) -> None:
   """They show their fault sooner, but in 34,000 tokens of a toy: here it is seen that they are hot."""
-  hot, usual = (Lab.of_toys(config, needs).generate(Engine(), 0) for needs in (mutants.HOT, None))
+  hot, usual = (Lab.of_toys(config, needs).generate(Engine(), 0) for needs in (labs.HOT, None))
   assert set(hot[1].temperature.tolist()) == {1.5}
   assert set(hot[1].top_p.tolist()) == {1.0}
   np.testing.assert_array_equal(usual[1].temperature[:5], np.float32([1.0, 0.7, 1.5, 1.0, 0.0]))
   np.testing.assert_array_equal(usual[1].top_p[:5], np.float32([1.0, 1.0, 0.8, 1.0, 1.0]))
 
 
-@pytest.mark.parametrize("needs", [mutants.STATE, mutants.PADDED])
+@pytest.mark.parametrize("needs", [labs.STATE, labs.PADDED])
 def test_a_model_in_another_situation(needs, lab) -> None:
   """What `Lab.load` makes of a real model: with a state, the text is the same."""
-  if needs == mutants.STATE:
-    other = dataclasses.replace(lab, target=mutants.with_a_state(lab.target))
+  if needs == labs.STATE:
+    other = dataclasses.replace(lab, target=labs.with_a_state(lab.target))
   else:
-    cut, draft = mutants.padded(lab.target, lab.draft)
+    cut, draft = labs.padded(lab.target, lab.draft)
     other = dataclasses.replace(lab, target=cut, draft=draft, eos_ids=())
   same = all(map(np.array_equal, lab.sound, other.sound))
-  assert same == (needs == mutants.STATE)
-  fault = next(mutant for mutant in mutants.MUTANTS if mutants.NEEDS.get(mutant.name) == needs)
+  assert same == (needs == labs.STATE)
+  fault = next(mutant for mutant in mutants.MUTANTS if labs.NEEDS.get(mutant.name) == needs)
   assert lab.tokens_needed(fault)["unchanged"]
   assert other.tokens_needed(fault)["needed"] > 0
 
