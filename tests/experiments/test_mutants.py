@@ -80,7 +80,7 @@ def test_what_shows_in_a_situation_of_its_own(name, config) -> None:
 
 def test_a_draft_model_that_is_too_sure(config) -> None:
   """It shows what is wrong with two block rules, and nothing of the right one."""
-  config.toy_tokens = 2**16
+  config.toy_tokens = 2**17
   lab = Lab.of_toys(config, labs.SURE)
   for fault in (mutant for mutant in mutants.MUTANTS if labs.NEEDS.get(mutant.name) == labs.SURE):
     assert lab.tokens_needed(fault)["needed"] > 0
