@@ -16,15 +16,27 @@ from tests.audit.engines import V, target
 NAMES = ("residual from q", "recurrent state not rolled back", "log-probabilities of q")
 
 
-@pytest.fixture
-def config():
+def small():
   config = get_config()
   config.update(mutants=NAMES, model="toy", tokens=2048, toy_tokens=2**13, toy_rows=64)
   return config
 
 
 @pytest.fixture
-def lab(config):
+def config():
+  return small()
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Lab:
+  """Of tiny languages."""
+  return Lab.of_toys(small(), None)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Lab:
+  """In place of a real model's; it keeps the sound engine's text."""
+  config = small()
   texts = [np.random.default_rng(i).integers(0, V - 1, 1 + i % 4).tolist() for i in range(config.rows)]
   return Lab(config, target(), scaled(target(), 0.6), texts, (V - 1,), config.tokens)
 
@@ -33,7 +45,9 @@ def test_the_table(config, lab, tmp_path, capsys, monkeypatch) -> None:
   found = {"rule": lambda engine: 1e-12 if engine.rule.lossless is False else 0.5, "none": lambda engine: None}
   monkeypatch.setattr(mutants, "CHECKS", found)
   monkeypatch.setattr(mutants, "CONTROLS", {"token rule": Engine()})
-  monkeypatch.setattr(Lab, "load", lambda config, needs: lab)
+  asked = []
+  for where in ("of_toys", "load"):
+    monkeypatch.setattr(Lab, where, lambda config, needs, where=where: asked.append((where, needs)) or lab)
   summary = mutants.run(config, tmp_path, tmp_path / "mutants.md")
   by_name = {each["name"]: each for each in summary["mutants"]}
   assert list(by_name) == list(NAMES)
@@ -41,11 +55,11 @@ def test_the_table(config, lab, tmp_path, capsys, monkeypatch) -> None:
   assert summary["survivors"] == ["recurrent state not rolled back", "log-probabilities of q"]
   assert summary["false_alarms"] == {}
   # A fault that is there is found; one that this target, which has no state, can't show is told apart from it.
-  for seen in by_name["residual from q"]["tokens"].values():
+  for where in ("toy", "model"):
+    seen = by_name["residual from q"]["tokens"][where]
     assert 0 < seen["needed"] <= seen["tokens"]
-  state = by_name["recurrent state not rolled back"]["tokens"]
-  assert state["model"]["unchanged"]
-  assert state["toy"]["needed"] > 0
+    assert by_name["recurrent state not rolled back"]["tokens"][where]["unchanged"]
+  assert asked == [(where, needs) for where in ("of_toys", "load") for needs in (None, labs.STATE)]
   assert by_name["log-probabilities of q"]["tokens"] is None
   kept = json.loads((tmp_path / "mutants" / "results.json").read_text())
   assert kept["summary"] == summary
@@ -57,8 +71,9 @@ def test_the_audit_finds_nothing_in_the_sound_engine(lab) -> None:
   """Else what it finds in mutants would say nothing."""
   sound = mutants.Mutant("none", "nothing", True, "counts", Engine())
   assert lab.tokens_needed(sound)["unchanged"]
-  lab.__dict__["sound"] = [np.array([-1])]  # as if the text were another
-  found = lab.tokens_needed(sound)
+  other = dataclasses.replace(lab)
+  other.__dict__["sound"] = [np.array([-1])]  # as if the text were another
+  found = other.tokens_needed(sound)
   assert found["needed"] is None
   # The number of batches is doubled, and stop tokens end some rows.
   assert lab.config.tokens / 4 < found["tokens"] <= lab.config.tokens
@@ -69,10 +84,10 @@ SHY = {name: needs for name, needs in labs.NEEDS.items() if needs in UNCHANGED}
 
 
 @pytest.mark.parametrize("name", SHY)
-def test_what_shows_in_a_situation_of_its_own(name, config) -> None:
+def test_what_shows_in_a_situation_of_its_own(name, config, ordinary) -> None:
   fault = next(mutant for mutant in mutants.MUTANTS if mutant.name == name)
-  ordinary = Lab.of_toys(config, None).tokens_needed(fault)
-  assert ordinary["unchanged"] == (SHY[name] != labs.STOPS)  # a toy's texts often stop
+  unchanged = ordinary.tokens_needed(fault)["unchanged"]
+  assert unchanged == (SHY[name] != labs.STOPS)  # a toy's texts often stop
   lab = Lab.of_toys(config, SHY[name])
   assert lab.tokens_needed(fault)["needed"] > 0
   assert lab.tokens_needed(mutants.Mutant("none", "nothing", True, "counts", Engine()))["unchanged"]
